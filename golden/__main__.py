@@ -1,0 +1,23 @@
+"""``python -m golden``: run and capture from the golden LLM, train the reference checkpoint."""
+
+from __future__ import annotations
+
+import click
+
+from golden.commandline import run
+from golden.llm.capture import capture_command
+from golden.llm.generate import generate_command
+from golden.llm.train import train_command
+
+
+@click.group()
+def main() -> None:
+    """NearMem's golden model."""
+
+
+main.add_command(capture_command)
+main.add_command(generate_command)
+main.add_command(train_command)
+
+if __name__ == "__main__":
+    run(main, "golden")

@@ -1,0 +1,1 @@
+"""The language model: checkpoints, tokenizers, the float reference decoder and captured activations."""
