@@ -1,0 +1,152 @@
+"""The list of units: the one place that knows them all. Simulation, synthesis, Verilog, documents and tests go
+through it; adding a unit is a golden file, a hardware file, a testbench of the same name, and one entry here."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from golden.config import UnitConfig
+from golden.nonlinear import exp as golden_exp
+from golden.nonlinear import requantize as golden_requantize
+from golden.nonlinear import residual as golden_residual
+from hw.nonlinear import exp as hw_exp
+from hw.nonlinear import requantize as hw_requantize
+from hw.nonlinear import residual as hw_residual
+from hw.unit import Unit
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One unit.
+
+    Attributes
+    ----------
+    name, family : str
+        File name and folder of the unit in ``golden/``, ``hw/`` and ``tb/``.
+    component : callable
+        Builds the Amaranth component from a configuration.
+    golden : callable
+        The golden function.
+    configurations : dict
+        Named configurations: ``small`` (odd sizes, short rows), ``paper`` (full size), and those that stand beside a
+        peer's figures (named in ``peers``).
+    peers : dict
+        Configuration name -> (peer, gates) at equal parameters, for the cost table.
+    board : str
+        Configuration that an FPGA board gets by default: one that fits the common boards and builds in minutes.
+    """
+
+    name: str
+    family: str
+    component: Callable[..., Unit]
+    golden: Callable[..., Any]
+    configurations: dict[str, UnitConfig]
+    peers: dict[str, tuple[str, int]] = field(default_factory=dict)
+    board: str = "small"
+
+    @property
+    def bench(self) -> str:
+        """Module of the testbench (``tb`` may not be imported from here)."""
+        return f"tb.{self.family}.{self.name}"
+
+    def configuration(self, name: str, settings: tuple[str, ...] | list[str] = ()) -> UnitConfig:
+        """A named configuration with ``field=value`` settings applied. ValueError, one line, if there is none."""
+        if name not in self.configurations:
+            raise ValueError(f"{self.name} has no configuration {name!r}; it has {', '.join(self.configurations)}")
+        return self.configurations[name].with_settings(settings)
+
+    def sample(self, seed: int, tries: int = 1000) -> UnitConfig:
+        """A random legal configuration, the same for the same seed: each field from its accepted range, sizes kept
+        to what simulates in seconds."""
+        generator = random.Random(f"{self.name}/{seed}")
+        kind = type(self.configurations["small"])
+        for _ in range(tries):
+            values: dict[str, Any] = {}
+            for item in fields(kind):  # type: ignore[arg-type]
+                meta = item.metadata
+                if "options" in meta:
+                    values[item.name] = generator.choice(meta["options"])
+                elif "flag" in meta:
+                    values[item.name] = generator.random() < 0.5
+                else:
+                    high = min(meta["high"], 5) if item.name == "lanes" else meta["high"]
+                    values[item.name] = generator.randint(meta["low"], high)
+            try:
+                return kind(**values)
+            except ValueError:
+                continue
+        raise RuntimeError(f"no legal configuration of {self.name} in {tries} tries")
+
+
+_ENTRIES = [
+    Entry(
+        name="exp",
+        family="nonlinear",
+        component=hw_exp.Exp,
+        golden=golden_exp.exp,
+        configurations={
+            "small": golden_exp.ExpConfig(lanes=3, in_bits=9, out_bits=8, fraction_bits=5, rom_bits=3),
+            "paper": golden_exp.ExpConfig(form="ibert", run_time_scale=True),
+            "base2": golden_exp.ExpConfig(),
+            "lane_base2": golden_exp.ExpConfig(lanes=1),
+            "lane_rom32": golden_exp.ExpConfig(lanes=1, rom_bits=5, interpolate=False),
+            "lane_ibert": golden_exp.ExpConfig(lanes=1, form="ibert", scale_log2=8),
+            "lane_ibert_run_time": golden_exp.ExpConfig(lanes=1, form="ibert", run_time_scale=True),
+            "lane_table8": golden_exp.ExpConfig(lanes=1, form="table", in_bits=8, fraction_bits=4, out_bits=8),
+            "lane_table10": golden_exp.ExpConfig(lanes=1, form="table", in_bits=10, fraction_bits=6, out_bits=16),
+        },
+        peers={
+            "lane_ibert": ("I-BERT lane, range-narrowed", 1035),
+            "lane_ibert_run_time": ("I-BERT lane, run-time constants", 8609),
+            "lane_table8": ("table 8 to 8 bit", 166),
+            "lane_table10": ("table 10 to 16 bit", 1315),
+        },
+    ),
+    Entry(
+        name="requantize",
+        family="nonlinear",
+        component=hw_requantize.Requantize,
+        golden=golden_requantize.requantize,
+        configurations={
+            "small": golden_requantize.RequantizeConfig(lanes=3, in_bits=13, out_bits=6, group=9),
+            "small_token": golden_requantize.RequantizeConfig(
+                form="token", lanes=3, in_bits=13, out_bits=7, max_row=24
+            ),
+            "small_static": golden_requantize.RequantizeConfig(
+                form="static", lanes=3, in_bits=11, out_bits=6, multiplier_bits=4, max_shift=13
+            ),
+            "paper": golden_requantize.RequantizeConfig(),
+            "paper_token": golden_requantize.RequantizeConfig(form="token", out_bits=16),
+            "paper_static": golden_requantize.RequantizeConfig(form="static"),
+            "peer16": golden_requantize.RequantizeConfig(form="static", lanes=16, in_bits=26),
+            "peer16_group": golden_requantize.RequantizeConfig(lanes=16, in_bits=26),
+        },
+        peers={
+            "peer16": ("ITA requantizer, 16 lanes", 37038),
+            "peer16_group": ("ITA requantizer, 16 lanes (finds no scale)", 37038),
+        },
+    ),
+    Entry(
+        name="residual",
+        family="nonlinear",
+        component=hw_residual.Residual,
+        golden=golden_residual.residual,
+        configurations={
+            "small": golden_residual.ResidualConfig(lanes=3, a_bits=9, b_bits=7, max_left=5, max_right=4),
+            "paper": golden_residual.ResidualConfig(),
+            "narrow": golden_residual.ResidualConfig(b_bits=16),
+        },
+    ),
+]
+
+UNITS: dict[str, Entry] = {entry.name: entry for entry in _ENTRIES}
+
+
+def find(name: str) -> Entry:
+    """The entry of a unit. ValueError, one line, if there is none of that name."""
+    if name not in UNITS:
+        raise ValueError(f"there is no unit {name!r}; the catalog has {', '.join(UNITS)}")
+    return UNITS[name]

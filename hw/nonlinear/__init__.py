@@ -1,0 +1,1 @@
+"""Components of the flash controller's nonlinear units."""

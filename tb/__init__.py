@@ -1,0 +1,1 @@
+"""Why golden and hardware agree: cocotb testbenches, stream drivers and scoreboards."""
