@@ -10,11 +10,15 @@ from typing import Any
 
 from golden.config import UnitConfig
 from golden.nonlinear import exp as golden_exp
+from golden.nonlinear import isqrt as golden_isqrt
 from golden.nonlinear import requantize as golden_requantize
 from golden.nonlinear import residual as golden_residual
+from golden.nonlinear import rmsnorm as golden_rmsnorm
 from hw.nonlinear import exp as hw_exp
+from hw.nonlinear import isqrt as hw_isqrt
 from hw.nonlinear import requantize as hw_requantize
 from hw.nonlinear import residual as hw_residual
+from hw.nonlinear import rmsnorm as hw_rmsnorm
 from hw.unit import Unit
 
 
@@ -127,6 +131,48 @@ _ENTRIES = [
         peers={
             "peer16": ("ITA requantizer, 16 lanes", 37038),
             "peer16_group": ("ITA requantizer, 16 lanes (finds no scale)", 37038),
+        },
+    ),
+    Entry(
+        name="isqrt",
+        family="nonlinear",
+        component=hw_isqrt.Isqrt,
+        golden=golden_isqrt.isqrt,
+        configurations={
+            "small": golden_isqrt.IsqrtConfig(lanes=3, in_bits=9),
+            "paper": golden_isqrt.IsqrtConfig(form="newton", serial=True, in_bits=43),
+            "digit": golden_isqrt.IsqrtConfig(in_bits=43, digits=2),
+            "serial": golden_isqrt.IsqrtConfig(in_bits=43, serial=True),
+            "reciprocal_newton": golden_isqrt.IsqrtConfig(form="newton", output="reciprocal", in_bits=43, serial=True),
+            "reciprocal_table": golden_isqrt.IsqrtConfig(form="table", output="reciprocal", in_bits=43, serial=True),
+            "peer16": golden_isqrt.IsqrtConfig(form="table", output="reciprocal", in_bits=16),
+            "digit16": golden_isqrt.IsqrtConfig(in_bits=16),
+        },
+        peers={
+            "peer16": ("MASE fixed_isqrt, 16 bit", 7403),
+        },
+    ),
+    Entry(
+        name="rmsnorm",
+        family="nonlinear",
+        component=hw_rmsnorm.RmsNorm,
+        golden=golden_rmsnorm.rmsnorm,
+        configurations={
+            "small": golden_rmsnorm.RmsNormConfig(
+                lanes=3, in_bits=9, hidden=26, gamma_bits=7, root_bits=10, out_bits=10, guard_bits=1
+            ),
+            "paper": golden_rmsnorm.RmsNormConfig(form="newton", out="group"),
+            "token": golden_rmsnorm.RmsNormConfig(),
+            "overlap": golden_rmsnorm.RmsNormConfig(overlap=True),
+            "peer64": golden_rmsnorm.RmsNormConfig(
+                lanes=4, in_bits=8, hidden=64, gamma_bits=8, root_bits=10, out_bits=8, overlap=True
+            ),
+            "shared64": golden_rmsnorm.RmsNormConfig(
+                lanes=4, in_bits=8, hidden=64, gamma_bits=8, root_bits=10, out_bits=8
+            ),
+        },
+        peers={
+            "peer64": ("MASE rms_norm_2d, 64 elements of 8 bit, 4 per cycle", 34224),
         },
     ),
     Entry(
