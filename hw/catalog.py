@@ -14,11 +14,13 @@ from golden.nonlinear import isqrt as golden_isqrt
 from golden.nonlinear import requantize as golden_requantize
 from golden.nonlinear import residual as golden_residual
 from golden.nonlinear import rmsnorm as golden_rmsnorm
+from golden.nonlinear import softmax as golden_softmax
 from hw.nonlinear import exp as hw_exp
 from hw.nonlinear import isqrt as hw_isqrt
 from hw.nonlinear import requantize as hw_requantize
 from hw.nonlinear import residual as hw_residual
 from hw.nonlinear import rmsnorm as hw_rmsnorm
+from hw.nonlinear import softmax as hw_softmax
 from hw.unit import Unit
 
 
@@ -185,6 +187,44 @@ _ENTRIES = [
             "paper": golden_residual.ResidualConfig(),
             "narrow": golden_residual.ResidualConfig(b_bits=16),
         },
+    ),
+    Entry(
+        name="softmax",
+        family="nonlinear",
+        component=hw_softmax.Softmax,
+        golden=golden_softmax.softmax,
+        configurations={
+            "small": golden_softmax.SoftmaxConfig(
+                lanes=3,
+                score_bits=9,
+                probability_bits=10,
+                fraction_bits=6,
+                rom_bits=3,
+                mantissa_bits=9,
+                buffer=20,
+                max_row=500,
+                reciprocal_bits=13,
+                guard_bits=4,
+            ),
+            "paper": golden_softmax.SoftmaxConfig(form="ibert", run_time_scale=True),
+            "base2": golden_softmax.SoftmaxConfig(),
+            "peer16": golden_softmax.SoftmaxConfig(
+                lanes=16,
+                score_bits=8,
+                probability_bits=8,
+                fraction_bits=5,
+                rom_bits=5,
+                interpolate=False,
+                mantissa_bits=8,
+                buffer=64,
+                max_row=64,
+                reciprocal_bits=11,
+                guard_bits=4,
+                streaming=False,
+            ),
+        },
+        peers={"peer16": ("ITA softmax, 16 a cycle, rows of 64", 35845)},
+        board="base2",
     ),
 ]
 
