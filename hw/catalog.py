@@ -14,12 +14,14 @@ from golden.nonlinear import isqrt as golden_isqrt
 from golden.nonlinear import requantize as golden_requantize
 from golden.nonlinear import residual as golden_residual
 from golden.nonlinear import rmsnorm as golden_rmsnorm
+from golden.nonlinear import silu as golden_silu
 from golden.nonlinear import softmax as golden_softmax
 from hw.nonlinear import exp as hw_exp
 from hw.nonlinear import isqrt as hw_isqrt
 from hw.nonlinear import requantize as hw_requantize
 from hw.nonlinear import residual as hw_residual
 from hw.nonlinear import rmsnorm as hw_rmsnorm
+from hw.nonlinear import silu as hw_silu
 from hw.nonlinear import softmax as hw_softmax
 from hw.unit import Unit
 
@@ -109,6 +111,52 @@ _ENTRIES = [
             "lane_ibert_run_time": ("I-BERT lane, run-time constants", 8609),
             "lane_table8": ("table 8 to 8 bit", 166),
             "lane_table10": ("table 10 to 16 bit", 1315),
+        },
+    ),
+    Entry(
+        name="silu",
+        family="nonlinear",
+        component=hw_silu.Silu,
+        golden=golden_silu.swiglu,
+        configurations={
+            "small": golden_silu.SiluConfig(
+                lanes=3,
+                gate_bits=9,
+                gate_fraction_bits=5,
+                up_bits=7,
+                out_bits=10,
+                out_shift=4,
+                sigma_bits=9,
+                exp_fraction_bits=7,
+                rom_bits=3,
+                reciprocal_bits=4,
+            ),
+            "paper": golden_silu.SiluConfig(form="ibert", run_time_scale=True),
+            "base2": golden_silu.SiluConfig(),
+            "piecewise": golden_silu.SiluConfig(form="piecewise"),
+            "lane_poly": golden_silu.SiluConfig(
+                lanes=1,
+                form="ibert",
+                gate_bits=8,
+                gate_fraction_bits=4,
+                sigma_bits=9,
+                multiply=False,
+                out_bits=8,
+            ),
+            "lane_base2": golden_silu.SiluConfig(lanes=1, multiply=False, out_bits=16),
+            "lane_piecewise": golden_silu.SiluConfig(lanes=1, form="piecewise", multiply=False, out_bits=16),
+            "lane_table8": golden_silu.SiluConfig(
+                lanes=1, form="table", gate_bits=8, gate_fraction_bits=4, multiply=False, out_bits=8
+            ),
+            "lane_table10": golden_silu.SiluConfig(
+                lanes=1, form="table", gate_bits=10, gate_fraction_bits=6, multiply=False, out_bits=10
+            ),
+        },
+        peers={
+            "lane_poly": ("ITA GELU polynomial lane, 8 bit", 2765),
+            "lane_piecewise": ("ITA GELU polynomial lane, 8 bit", 2765),
+            "lane_table8": ("SiLU table Q4.4", 174),
+            "lane_table10": ("SiLU table Q4.6", 662),
         },
     ),
     Entry(
