@@ -14,6 +14,7 @@ from golden.nonlinear import isqrt as golden_isqrt
 from golden.nonlinear import requantize as golden_requantize
 from golden.nonlinear import residual as golden_residual
 from golden.nonlinear import rmsnorm as golden_rmsnorm
+from golden.nonlinear import rope as golden_rope
 from golden.nonlinear import silu as golden_silu
 from golden.nonlinear import softmax as golden_softmax
 from hw.nonlinear import exp as hw_exp
@@ -21,6 +22,7 @@ from hw.nonlinear import isqrt as hw_isqrt
 from hw.nonlinear import requantize as hw_requantize
 from hw.nonlinear import residual as hw_residual
 from hw.nonlinear import rmsnorm as hw_rmsnorm
+from hw.nonlinear import rope as hw_rope
 from hw.nonlinear import silu as hw_silu
 from hw.nonlinear import softmax as hw_softmax
 from hw.unit import Unit
@@ -273,6 +275,29 @@ _ENTRIES = [
         },
         peers={"peer16": ("ITA softmax, 16 a cycle, rows of 64", 35845)},
         board="base2",
+    ),
+    Entry(
+        name="rope",
+        family="nonlinear",
+        component=hw_rope.Rope,
+        golden=golden_rope.rope,
+        configurations={
+            "small": golden_rope.RopeConfig(
+                lanes=3,
+                head_dim=10,
+                data_bits=9,
+                out_bits=9,
+                position_bits=10,
+                phase_bits=20,
+                angle_bits=12,
+                segment_bits=3,
+                trig_bits=10,
+            ),
+            "paper": golden_rope.RopeConfig(),
+            "theta10000": golden_rope.RopeConfig(frozen=True),
+            "theta500000_llama3": golden_rope.RopeConfig(frozen=True, theta=500_000, scaling="llama3"),
+            "lane": golden_rope.RopeConfig(lanes=1),
+        },
     ),
 ]
 
