@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from golden.accuracy import accuracy_command
 from golden.commandline import run
 from golden.llm.capture import capture_command
 from golden.llm.generate import generate_command
@@ -15,6 +16,7 @@ def main() -> None:
     """NearMem's golden model."""
 
 
+main.add_command(accuracy_command)
 main.add_command(capture_command)
 main.add_command(generate_command)
 main.add_command(train_command)
