@@ -43,10 +43,10 @@ def run(command: click.Command, program: str) -> NoReturn:
     except OSError as problem:
         named = f"{problem.filename}: " if problem.filename is not None else ""
         status = fail(program, f"{named}{problem.strerror or problem}")
-    except (ValueError, OverflowError, TypeError) as problem:
+    except (ValueError, OverflowError, TypeError, RecursionError, MemoryError) as problem:
         if os.environ.get("NEARMEM_TRACEBACK"):
             raise
-        status = fail(program, str(problem))
+        status = fail(program, str(problem) or type(problem).__name__)
     sys.exit(status if isinstance(status, int) else 0)
 
 
@@ -93,6 +93,14 @@ def check_writable(path: str | os.PathLike[str]) -> None:
         raise IsADirectoryError(21, "is a directory, a file is needed", str(target))
     if not target.parent.is_dir():
         raise FileNotFoundError(2, "no such folder", str(target.parent))
+
+
+def check_output(path: str | os.PathLike[str], *inputs: str | os.PathLike[str] | None) -> None:
+    """:func:`check_writable`, and a ValueError if ``path`` is one of the files that the work reads."""
+    check_writable(path)
+    for given in inputs:
+        if given is not None and os.path.exists(path) and os.path.exists(given) and os.path.samefile(path, given):
+            raise ValueError(f"{path}: the output would replace what is read")
 
 
 @contextmanager

@@ -73,3 +73,37 @@ def test_matmul_is_exact_and_refuses_what_floats_cannot_hold():
     with pytest.raises(OverflowError, match="float64 does not hold exactly"):
         fp.matmul([[1 << 40]], [[1 << 20]])
     assert fp.matmul(np.zeros((0, 3), int), np.zeros((3, 2), int)).shape == (0, 2)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("bits", [2, 8, 33, 62])
+def test_a_range_fits_exactly_where_its_ends_do(bits, signed):
+    low, high = fp.bounds(bits, signed)
+    fp.within("x", low, high, bits, signed)
+    np.testing.assert_array_equal(fp.check("x", [low, high], bits, signed), [low, high])
+    kind = "signed" if signed else "unsigned"
+    for worst in (low - 1, high + 1):
+        message = f"x holds {worst}, which does not fit {kind}\\({bits}\\)"
+        with pytest.raises(OverflowError, match=message):
+            fp.within("x", min(worst, 0), max(worst, 0), bits, signed)
+        with pytest.raises(OverflowError, match=message):
+            fp.check("x", [0, worst], bits, signed)
+
+
+def test_matrices_of_any_integer_type_multiply_alike():
+    generator = np.random.default_rng(3)
+    a, b = generator.integers(-128, 128, (4, 50)), generator.integers(-128, 128, (50, 6))
+    for kind in (np.int8, np.int16, np.int32, np.int64):
+        np.testing.assert_array_equal(fp.matmul(a.astype(kind), b.astype(kind)), a @ b)
+        np.testing.assert_array_equal(fp.Stationary(b.astype(kind)).product(a.astype(kind)), a @ b)
+    assert fp.largest(np.array([-128], np.int8)) == 128
+
+
+@pytest.mark.parametrize("shift", [0, 3, -2, np.array([0, 3, -2])])
+def test_results_are_never_written_into_what_they_came_from(shift):
+    x = np.array([5, -6, 7])
+    kept = x.copy()
+    fp.round_shift(x, shift)
+    fp.saturate(x, 3)
+    fp.saturate(x, 8)
+    np.testing.assert_array_equal(x, kept)

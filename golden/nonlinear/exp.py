@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import ceil, floor, isqrt
 
 import numpy as np
@@ -33,6 +33,8 @@ POLY_A, POLY_B, POLY_C = Fraction("0.3585"), Fraction("1.353"), Fraction("0.344"
 LN2 = Fraction("0.6931471805599453094172321214581765680755")
 #: Width of the polynomial's value: the paper's INT32.
 POLY_BITS = 31
+#: Functions of an argument of up to this many bits are computed once for every argument, and looked up from then on.
+TABULATED_BITS = 16
 
 
 def power_of_half(exponent: Fraction, bits: int) -> int:
@@ -100,7 +102,7 @@ class ExpConfig(UnitConfig):
         """Address bits of the ROM: never more than there are fraction bits."""
         return min(self.rom_bits, self.fraction_bits)
 
-    @property
+    @cached_property
     def rest_bits(self) -> int:
         """Fraction bits below the ROM address."""
         return self.fraction_bits - self.rom_address_bits
@@ -190,7 +192,7 @@ class ExpConfig(UnitConfig):
             return int(round_shift(k.b * k.b + k.c, k.out_shift))
         return 1 << (self.out_bits - 1)
 
-    @property
+    @cached_property
     def exponent_bits(self) -> int:
         """Width of the split value's exponent."""
         if self.form == "base2":
@@ -230,16 +232,10 @@ def split(config: ExpConfig, t: ArrayLike, constants: IbertConstants | None = No
     if config.form == "table":
         raise ValueError("the table form has no mantissa and exponent")
     if config.form == "base2":
-        exponent = t >> config.fraction_bits
         fraction = t & ((1 << config.fraction_bits) - 1)
-        address = fraction >> config.rest_bits
-        mantissa = np.array(config.rom, dtype=np.int64)[address]
-        if config.interpolates:
-            rest = fraction & ((1 << config.rest_bits) - 1)
-            product = rest * np.array(config.slopes, dtype=np.int64)[address]
-            product = check("product", product, config.rest_bits + config.slope_bits, signed=False)
-            mantissa = mantissa - round_shift(product, config.rest_bits)
-        return check("mantissa", mantissa, config.out_bits, signed=False), exponent
+        tabulated = config.fraction_bits <= TABULATED_BITS
+        mantissa = _mantissas(config)[fraction] if tabulated else _mantissa(config, fraction)
+        return mantissa, t >> config.fraction_bits
     k = constants or config.frozen
     shifted = check("shifted", round_shift(t, k.in_shift), config.in_bits, signed=False)
     exponent = shifted // k.ln2
@@ -249,6 +245,26 @@ def split(config: ExpConfig, t: ArrayLike, constants: IbertConstants | None = No
     # Rounding may carry out of the word at the very top: 2**out_bits - 1 is as close.
     mantissa = np.minimum(mantissa, (1 << config.out_bits) - 1)
     return mantissa, check("exponent", exponent, config.exponent_bits, signed=False)
+
+
+def _mantissa(config: ExpConfig, fraction: Int) -> Int:
+    """base2: ``2**-(fraction / 2**fraction_bits)``, with one bit before the point."""
+    address = fraction >> config.rest_bits
+    mantissa = np.array(config.rom, dtype=np.int64)[address]
+    if config.interpolates:
+        rest = fraction & ((1 << config.rest_bits) - 1)
+        product = rest * np.array(config.slopes, dtype=np.int64)[address]
+        product = check("product", product, config.rest_bits + config.slope_bits, signed=False)
+        mantissa = mantissa - round_shift(product, config.rest_bits)
+    return check("mantissa", mantissa, config.out_bits, signed=False)
+
+
+@lru_cache(maxsize=32)
+def _mantissas(config: ExpConfig) -> Int:
+    """:func:`_mantissa` of every fraction; its widths are thereby proven for all of them."""
+    table = _mantissa(config, np.arange(1 << config.fraction_bits))
+    table.setflags(write=False)
+    return table
 
 
 def exp(config: ExpConfig, t: ArrayLike, constants: IbertConstants | None = None) -> Int:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import isqrt as exact_isqrt
 
 import numpy as np
@@ -25,7 +25,7 @@ from numpy.typing import ArrayLike
 
 from golden import fixedpoint
 from golden.config import UnitConfig, choice, flag, integer
-from golden.fixedpoint import Int, bit_length, check, round_shift
+from golden.fixedpoint import Int, bit_length, check, round_shift, within
 
 
 @dataclass(frozen=True)
@@ -55,28 +55,33 @@ class IsqrtConfig(UnitConfig):
             raise ValueError(f"output must be reciprocal for the table form, not {self.output}")
         if self.form == "newton" and not self.serial:
             raise ValueError("serial must be true for the newton form: its divisions run one bit a cycle")
+        # Widths that hold whatever the data: those of the exponent, and in a Newton step of the table form.
+        bits = self.root_bits
+        within("exponent", 0, (self.in_bits + 1) >> 1, self.exponent_bits, signed=False)
+        within("square", 0, ((1 << bits) - 1) ** 2 >> bits, bits, signed=False)
+        within("factor", 0, 3 << bits, bits + 2, signed=False)
 
-    @property
+    @cached_property
     def half_bits(self) -> int:
         """Bits of the square root that the newton and digit forms find."""
         return self.root_bits if self.output == "reciprocal" else (self.in_bits + 1) // 2
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Width of ``root``: the root itself, or the reciprocal's mantissa."""
         return self.half_bits
 
-    @property
+    @cached_property
     def even_bits(self) -> int:
         """``in_bits`` rounded up to even: the word in which x is normalised."""
         return self.in_bits + self.in_bits % 2
 
-    @property
+    @cached_property
     def normal_bits(self) -> int:
         """Width of the normalised radicand: as much of x as the form looks at."""
         return self.root_bits + 2 if self.form == "table" else 2 * self.root_bits
 
-    @property
+    @cached_property
     def exponent_bits(self) -> int:
         return (self.even_bits // 2).bit_length()
 
@@ -111,7 +116,7 @@ def normalise(config: IsqrtConfig, x: ArrayLike) -> tuple[Int, Int]:
     """``x = f * 2**(2 * exponent)`` with f in [1/4, 1): returns f in ``normal_bits`` fraction bits (what lies below
     is cut) and the exponent. 0 gives (0, 0)."""
     x = check("x", x, config.in_bits, signed=False)
-    exponent = check("exponent", (bit_length(x) + 1) >> 1, config.exponent_bits, signed=False)
+    exponent = (bit_length(x) + 1) >> 1
     normal = x << (config.even_bits - 2 * exponent)
     spare = config.normal_bits - config.even_bits
     normal = normal << spare if spare >= 0 else normal >> -spare
@@ -131,6 +136,14 @@ def newton_root(config: IsqrtConfig, radicand: ArrayLike) -> Int:
     return check("root", root, n, signed=False)
 
 
+@lru_cache(maxsize=16)
+def _seeds(config: IsqrtConfig) -> Int:
+    """Seeds by address: 0 for radicands below 1/4, which only 0 is."""
+    table = np.array([0] * (1 << (config.address_bits - 2)) + list(config.seeds), dtype=np.int64)
+    table.setflags(write=False)
+    return table
+
+
 def table_reciprocal(config: IsqrtConfig, normal: ArrayLike) -> Int:
     """``2**root_bits / (2 * sqrt(f))`` from the seed table and ``steps`` Newton steps; 0 for 0.
 
@@ -138,13 +151,11 @@ def table_reciprocal(config: IsqrtConfig, normal: ArrayLike) -> Int:
     """
     bits = config.root_bits
     normal = check("normal", normal, config.normal_bits, signed=False)
-    quarter = 1 << (config.address_bits - 2)
-    seeds = np.array([0] * quarter + list(config.seeds), dtype=np.int64)
-    y = seeds[normal >> (config.normal_bits - config.address_bits)] << (bits - config.seed_bits)
+    y = _seeds(config)[normal >> (config.normal_bits - config.address_bits)] << (bits - config.seed_bits)
     for _ in range(config.steps):
-        square = check("square", y * y >> bits, bits, signed=False)
+        square = y * y >> bits
         product = check("product", normal * square >> bits, bits + 1, signed=False)
-        factor = check("factor", (3 << bits) - product, bits + 2, signed=False)
+        factor = (3 << bits) - product
         y = np.minimum(round_shift(y * factor, bits + 1), (1 << bits) - 1)
     return check("y", y, bits, signed=False)
 

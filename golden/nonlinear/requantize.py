@@ -22,13 +22,25 @@ Source: *LLM Inference in a Flash* section 3.1.3 (token-wise INT16, group-wise I
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from golden.config import UnitConfig, choice, integer
-from golden.fixedpoint import Int, bit_length, bounds, check, round_shift, saturate
+from golden.fixedpoint import (
+    Int,
+    as_int,
+    bit_length,
+    bounds,
+    check,
+    extremes,
+    round_shift,
+    saturate,
+    unsigned_top,
+    within,
+)
 
 
 @dataclass(frozen=True)
@@ -56,52 +68,76 @@ class RequantizeConfig(UnitConfig):
 
     def validate(self) -> None:
         if self.form == "static":
+            self._prove_static()
             return
         if self.out_bits >= self.in_bits:
             raise ValueError(f"out_bits must be below in_bits = {self.in_bits}, not {self.out_bits}")
         name = "group" if self.form == "group" else "max_row"
         if self.block % self.lanes:
             raise ValueError(f"{name} must be a multiple of lanes = {self.lanes}, not {self.block}")
+        if self.form == "token":
+            self._prove_token()
+        else:
+            self._prove_group()
 
-    @property
+    # -- widths that hold whatever the data, proven when the configuration is made -------------------------------------
+    def _prove_static(self) -> None:
+        steepest = (1 << self.multiplier_bits) - 1
+        low, high = bounds(self.in_bits)
+        within("product", low * steepest, high * steepest, self.product_bits)
+
+    def _prove_token(self) -> None:
+        # e leaves out_bits - 1 bits of the widest element, and only rounding up at the very top leaves the range of q.
+        top = bounds(self.out_bits)[1]
+        within("e", 0, self.in_bits - 1 - (self.out_bits - 1), self.exponent_bits, signed=False)
+        within("rounded", -top - 1, top + 1, self.out_bits + 1)
+
+    def _prove_group(self) -> None:
+        # The largest element of a group gives at most ``limit`` steps of c * 2**e, and c is at most 7.
+        reach = 2 * 7 * self.limit
+        within("eighths", -reach - 1, reach, self.eighths_bits)
+        within("halves", -reach // 2 - 1, reach // 2 + 3, self.halves_bits)
+        within("dividend", 0, reach // 2 + 3 + (7 << (self.out_bits - 1)), self.halves_bits, signed=False)
+
+    @cached_property
     def block(self) -> int:
         """Elements that share a scale (token and group form). A longer row gets a new scale every ``block``."""
         return self.group if self.form == "group" else self.max_row
 
-    @property
+    @cached_property
     def block_beats(self) -> int:
         return self.block // self.lanes
 
-    @property
+    @cached_property
     def limit(self) -> int:
         """Largest magnitude of q in the group form."""
         return (1 << (self.out_bits - 1)) - 1
 
-    @property
+    @cached_property
     def largest_shift(self) -> int:
         """Largest shift s of x: token ``e = s``, group ``e = s - 2``."""
         return self.max_shift if self.form == "static" else self.in_bits - self.out_bits
 
-    @property
+    @cached_property
     def shift_bits(self) -> int:
         return max(1, self.largest_shift.bit_length())
 
-    @property
+    @cached_property
     def exponent_bits(self) -> int:
         """Width of e: unsigned in the token form, signed in the group form."""
         return self.shift_bits if self.form == "token" else max(2, (self.largest_shift - 2).bit_length() + 1)
 
-    @property
+    @cached_property
     def product_bits(self) -> int:
         """static: width of the signed product."""
         return self.in_bits + self.multiplier_bits
 
-    @property
+    @cached_property
     def eighths_bits(self) -> int:
         """group: width of ``floor(8x / 2**s)``, at most ``14 * limit`` in magnitude."""
         return self.out_bits + 4
 
-    @property
+    @cached_property
     def halves_bits(self) -> int:
         """group: width of ``floor((eighths + c) / 2)``."""
         return self.out_bits + 3
@@ -138,66 +174,105 @@ def requantize(
     multiplier, shift : int arrays (…), needed (and only allowed) in the static form
         One per row: unsigned ``multiplier_bits``, and 0 to ``max_shift``.
     """
-    x = check("x", x, config.in_bits)
+    x = as_int("x", x)
     if x.ndim == 0:
         raise ValueError("x must be rows, not a single number")
-    if keep is not None:
-        x = np.where(keep, x, 0)
     if (config.form == "static") != (multiplier is not None) or (config.form == "static") != (shift is not None):
         raise ValueError("multiplier and shift are needed in the static form, and only there")
+    if keep is not None:
+        x = np.where(keep, check("x", x, config.in_bits), 0)
     if multiplier is not None and shift is not None:
         return Requantized(_static(config, x, multiplier, shift))
     return _token(config, x) if config.form == "token" else _group(config, x)
 
 
 def _static(config: RequantizeConfig, x: Int, multiplier: ArrayLike, shift: ArrayLike) -> Int:
+    x = check("x", x, config.in_bits)
     multiplier = check("multiplier", multiplier, config.multiplier_bits, signed=False)[..., None]
     shift = check("shift", shift, config.shift_bits, signed=False)[..., None]
     if shift.size and int(shift.max()) > config.max_shift:
         raise ValueError(f"shift must lie in 0..{config.max_shift}, not {int(shift.max())}")
-    product = check("product", x * multiplier, config.product_bits)
-    return saturate(round_shift(product, shift), config.out_bits)
+    return saturate(round_shift(x * multiplier, shift), config.out_bits)
 
 
 def _blocks(config: RequantizeConfig, x: Int) -> Int:
-    """Rows cut into blocks, (…, blocks, block); what is missing at the end is 0."""
-    blocks = -(-x.shape[-1] // config.block)
-    padded = np.zeros((*x.shape[:-1], blocks * config.block), np.int64)
-    padded[..., : x.shape[-1]] = x
-    return padded.reshape(*x.shape[:-1], blocks, config.block)
+    """Rows cut into blocks, (…, blocks, block), a single one as short as the row; what is missing at the end of the
+    last of several is 0. The same memory where it can be."""
+    *rows, n = x.shape
+    if 0 < n <= config.block:
+        return x[..., None, :]
+    blocks = -(-n // config.block)
+    if n % config.block:
+        padded = np.zeros((*rows, blocks * config.block), np.int64)
+        padded[..., :n] = x
+        x = padded
+    return x.reshape(*rows, blocks, config.block)
+
+
+def _rows(blocks: Int, n: int) -> Int:
+    """Blocks joined to rows of n elements again."""
+    *rows, count, block = blocks.shape
+    joined = blocks.reshape(*rows, count * block)
+    return joined if count * block == n else joined[..., :n]
 
 
 def _token(config: RequantizeConfig, x: Int) -> Requantized:
-    # x ^ (x >> 63) is the magnitude less one for x < 0: its bit length is the word's width without the sign.
-    spread = check("spread", x ^ (x >> 63), config.in_bits - 1, signed=False)
-    widest = np.bitwise_or.reduce(_blocks(config, spread), axis=-1)
-    e = check("e", bit_length(widest >> (config.out_bits - 1)), config.exponent_bits, signed=False)
-    rounded = round_shift(x, per_element(config, e, x.shape[-1]))
-    # Only 2**(out_bits-1) itself can be out of range.
-    rounded = check("rounded", rounded, config.out_bits + 1)
-    return Requantized(np.minimum(rounded, bounds(config.out_bits)[1]), e)
+    blocks = _blocks(config, x)
+    # ~x is the magnitude less one of a negative x: its bit length is the word's width without the sign.
+    widest = np.maximum(np.maximum.reduce(blocks, axis=-1), ~np.minimum.reduce(blocks, axis=-1))
+    if widest.size and unsigned_top(widest) >> (config.in_bits - 1):
+        check("x", x, config.in_bits)
+    e = bit_length(widest >> (config.out_bits - 1))
+    rounded = round_shift(blocks, e[..., None])
+    return Requantized(_rows(np.minimum(rounded, bounds(config.out_bits)[1]), x.shape[-1]), e)
 
 
 def scale(config: RequantizeConfig, largest: ArrayLike) -> tuple[Int, Int]:
     """Scale ``c * 2**e`` of groups whose largest magnitude is ``largest``: (e, c)."""
-    largest = check("largest", largest, config.in_bits, signed=False)
-    s = bit_length(largest >> config.out_bits)
-    # limit * k * 2**(s-2) < largest: a scale of k * 2**e is too fine.
-    quarters = 4 * largest
-    c = 4 + sum((config.limit * k << s) < quarters for k in (4, 5, 6, 7))
-    coarser = c == 8
-    c = np.where(coarser, 4 + ((config.limit * 8 << s) < quarters), c)
-    s = check("s", s + coarser, config.shift_bits, signed=False)
-    return check("e", s - 2, config.exponent_bits), c
+    s, c = _scale(config, check("largest", largest, config.in_bits, signed=False))
+    return s - 2, c
+
+
+def _scale(config: RequantizeConfig, largest: Int) -> tuple[Int, Int]:
+    """``s = e + 2``, and c."""
+    s, quarters = bit_length(largest >> config.out_bits), largest << 2
+    # The smallest c with limit * c * 2**(s-2) >= largest. Eight or more of them are half as many of twice the size.
+    c = -(-quarters // (config.limit << s))
+    coarser = (c > 7).astype(np.int64)
+    s, c = s + coarser, np.maximum((c + coarser) >> coarser, 4)
+    check("slack", (config.limit * c << s) - quarters, 63, signed=False)
+    if s.size:
+        low, high = extremes(s)
+        within("s", low, high, config.shift_bits, signed=False)
+        within("e", low - 2, high - 2, config.exponent_bits)
+    return s, c
 
 
 def _group(config: RequantizeConfig, x: Int) -> Requantized:
-    e, c = scale(config, np.abs(_blocks(config, x)).max(axis=-1))
-    n = x.shape[-1]
-    s, divisor = per_element(config, e, n) + 2, per_element(config, c, n)
-    eighths = check("eighths", (8 * x) >> s, config.eighths_bits)
-    halves = check("halves", (eighths + divisor) >> 1, config.halves_bits)
-    # Made non-negative, so that the hardware's division has no sign: an offset of 2**(out_bits-1) in q.
-    dividend = check("dividend", halves + (divisor << (config.out_bits - 1)), config.halves_bits, signed=False)
-    q = check("q", dividend // divisor - (1 << (config.out_bits - 1)), config.out_bits)
-    return Requantized(q, e, c)
+    blocks = _blocks(config, x)
+    largest = np.maximum.reduce(np.abs(blocks).view(np.uint64), axis=-1).view(np.int64)
+    if largest.size and unsigned_top(largest) >> (config.in_bits - 1):
+        check("x", x, config.in_bits)
+    s, c = _scale(config, largest)
+    return Requantized(_rows(_quotient(config, blocks, s[..., None], c[..., None]), x.shape[-1]), s - 2, c)
+
+
+def _quotient(config: RequantizeConfig, x: Int, s: Int, c: Int) -> Int:
+    """``floor(x / (c * 2**(s-2)) + 1/2)`` where that is at most ``limit`` in magnitude."""
+    offset = 1 << (config.out_bits - 1)
+    eighths = x << 3
+    eighths >>= s
+    # halves = (eighths + c) >> 1, made non-negative by an offset of 2**(out_bits-1) in q, so that the hardware's
+    # division has no sign. (Twice the offset is added before the shift.)
+    dividend = eighths
+    dividend += c * (1 + 2 * offset)
+    dividend >>= 1
+    if config.halves_bits > 28:
+        quotient = dividend // c
+    else:  # exact by one multiplication: c < 8, so that dividend * c < 2**shift
+        shift = config.halves_bits + 3
+        quotient = dividend
+        quotient *= (1 << shift) // c + 1
+        quotient >>= shift
+    quotient -= offset
+    return quotient

@@ -11,13 +11,14 @@ Source: *LLM Inference in a Flash* section 3.1.3 (integer-only residual path).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from golden.config import UnitConfig, flag, integer
-from golden.fixedpoint import Int, check, round_shift, saturate
+from golden.fixedpoint import Int, bounds, check, extremes, round_shift, saturate, within
 
 
 @dataclass(frozen=True)
@@ -35,21 +36,27 @@ class ResidualConfig(UnitConfig):
     max_right: int = integer(15, 0, 31, "largest shift of b to the right")
     flag_saturated: bool = flag(True, "say of each beat whether an element of it saturated")
 
-    @property
+    def validate(self) -> None:
+        # Widths that hold whatever the data; a shift to the right brings b nearer to 0.
+        low, high = (edge << self.max_left for edge in bounds(self.b_bits))
+        within("aligned", low, high, self.aligned_bits)
+        within("total", low + bounds(self.a_bits)[0], high + bounds(self.a_bits)[1], self.total_bits)
+
+    @cached_property
     def shift_bits(self) -> int:
         """Width of the signed shift."""
         return 1 + max(self.max_left.bit_length(), (self.max_right - 1).bit_length() if self.max_right else 0)
 
-    @property
+    @cached_property
     def amount_bits(self) -> int:
         """Width of ``max_left - shift``: by how much ``b * 2**max_left`` moves to the right."""
         return (self.max_left + self.max_right).bit_length()
 
-    @property
+    @cached_property
     def aligned_bits(self) -> int:
         return self.b_bits + self.max_left
 
-    @property
+    @cached_property
     def total_bits(self) -> int:
         return max(self.a_bits, self.aligned_bits) + 1
 
@@ -68,10 +75,11 @@ def residual(config: ResidualConfig, a: ArrayLike, b: ArrayLike, shift: ArrayLik
     """
     a, b = check("a", a, config.a_bits), check("b", b, config.b_bits)
     shift = check("shift", shift, config.shift_bits)[..., None]
-    if shift.size and not -config.max_right <= int(shift.min()) <= int(shift.max()) <= config.max_left:
-        wrong = int(shift.min()) if int(shift.min()) < -config.max_right else int(shift.max())
-        raise ValueError(f"shift must lie in {-config.max_right}..{config.max_left}, not {wrong}")
-    aligned = check("aligned", round_shift(b, -shift), config.aligned_bits)
-    total = check("total", a + aligned, config.total_bits)
+    if shift.size:
+        low, high = extremes(shift)
+        if low < -config.max_right or high > config.max_left:
+            wrong = low if low < -config.max_right else high
+            raise ValueError(f"shift must lie in {-config.max_right}..{config.max_left}, not {wrong}")
+    total = a + round_shift(b, -shift)
     y = saturate(total, config.a_bits)
     return Residual(y, y != total)

@@ -34,7 +34,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from golden.config import UnitConfig, choice, flag, integer
-from golden.fixedpoint import Int, bounds, check, round_shift, saturate
+from golden.fixedpoint import Int, bounds, check, round_shift, saturate, within
 from golden.nonlinear.isqrt import IsqrtConfig, reciprocal
 from golden.nonlinear.requantize import RequantizeConfig, Requantized, requantize
 
@@ -72,22 +72,31 @@ class RmsNormConfig(UnitConfig):
     def validate(self) -> None:
         if self.out == "group":
             self.requantizer  # noqa: B018 - built for its checks
+        # The words of x, y and G give the ranges of what is computed of them, whatever the data.
+        low, high = (edge * ((1 << self.root_bits) - 1) for edge in bounds(self.in_bits))
+        half = 1 << self.product_shift >> 1
+        within("square", 0, bounds(self.in_bits)[0] ** 2, self.square_bits, signed=False)
+        within("product", low, high, self.product_bits)
+        within("u", (low + half) >> self.product_shift, (high + half) >> self.product_shift, self.u_bits)
+        reach = 1 << (self.u_bits + self.gamma_bits - 2)
+        within("scaled", -reach, reach, self.scaled_bits)
+        within("down", 0, self.scaled_bits, self.down_bits, signed=False)
 
-    @property
+    @cached_property
     def beats(self) -> int:
         """Beats of the longest row."""
         return -(-self.hidden // self.lanes)
 
-    @property
+    @cached_property
     def square_bits(self) -> int:
         return 2 * self.in_bits - 1
 
-    @property
+    @cached_property
     def eps_bits(self) -> int:
         """Width of ``eps``: that of the largest sum of squares, ``hidden * 2**(2 * in_bits - 2)``."""
         return (self.hidden << (2 * self.in_bits - 2)).bit_length()
 
-    @property
+    @cached_property
     def total_bits(self) -> int:
         """Width of sum and eps together."""
         return ((self.hidden << (2 * self.in_bits - 2)) + (1 << self.eps_bits) - 1).bit_length()
@@ -105,28 +114,28 @@ class RmsNormConfig(UnitConfig):
             serial=True,
         )
 
-    @property
+    @cached_property
     def product_bits(self) -> int:
         return self.in_bits + self.root_bits
 
-    @property
+    @cached_property
     def product_shift(self) -> int:
         return self.root_bits - 1 - self.guard_bits
 
-    @property
+    @cached_property
     def u_bits(self) -> int:
         return self.in_bits + self.guard_bits + 1
 
-    @property
+    @cached_property
     def scaled_bits(self) -> int:
         return self.u_bits + self.gamma_bits
 
-    @property
+    @cached_property
     def shift_bits(self) -> int:
         """Width of the row's ``shift``: enough to reach a shift of 0 and one that leaves nothing."""
         return self.scaled_bits.bit_length() + 1
 
-    @property
+    @cached_property
     def down_bits(self) -> int:
         """Width of ``down``, clamped to ``scaled_bits``: a larger shift leaves nothing either."""
         return self.scaled_bits.bit_length()
@@ -171,13 +180,12 @@ def normalize(
     eps = check("eps", eps, config.eps_bits, signed=False)
     shift = check("shift", shift, config.shift_bits)
 
-    square = check("square", x * x, config.square_bits, signed=False)
-    total = check("total", square.sum(axis=-1) + eps, config.total_bits, signed=False)
+    square = x * x
+    total = check("total", np.add.reduce(square, axis=-1) + eps, config.total_bits, signed=False)
     y, h = reciprocal(config.root, total)
-    product = check("product", x * y[..., None], config.product_bits)
-    u = check("u", round_shift(product, config.product_shift), config.u_bits)
-    scaled = check("scaled", u * gamma[:n], config.scaled_bits)
-    down = check("down", np.clip(config.guard_bits + h + shift, 0, config.scaled_bits), config.down_bits, signed=False)
+    u = round_shift(x * y[..., None], config.product_shift)
+    scaled = u * gamma[:n]
+    down = np.minimum(np.maximum(config.guard_bits + h + shift, 0), config.scaled_bits)
     return saturate(round_shift(scaled, down[..., None]), config.out_bits)
 
 

@@ -35,7 +35,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from golden.config import UnitConfig, choice, flag, integer
-from golden.fixedpoint import Int, as_int, check, round_shift, saturate
+from golden.fixedpoint import Int, as_int, check, largest, round_shift, saturate
 
 #: Fraction bits that cosine and sine have beyond their own while they are interpolated.
 GUARD_BITS = 2
@@ -126,7 +126,7 @@ class RopeConfig(UnitConfig):
         if self.segment_bits > self.angle_bits - 4:
             raise ValueError(f"segment_bits must lie in 1..{self.angle_bits - 4}, not {self.segment_bits}")
 
-    @property
+    @cached_property
     def pairs(self) -> int:
         return self.head_dim // 2
 
@@ -135,7 +135,7 @@ class RopeConfig(UnitConfig):
         """Beats of a whole head."""
         return -(-self.pairs // self.lanes)
 
-    @property
+    @cached_property
     def fraction_bits(self) -> int:
         """Fraction bits of cosine and sine."""
         return self.trig_bits - 2
@@ -145,7 +145,7 @@ class RopeConfig(UnitConfig):
         """Bits of the angle within a chord."""
         return self.angle_bits - 3 - self.segment_bits
 
-    @property
+    @cached_property
     def sum_bits(self) -> int:
         """Signed width of ``lo*c - hi*s``: each product is at most ``2**(data_bits - 1 + fraction_bits)``."""
         return self.data_bits + self.fraction_bits + 1
@@ -252,20 +252,43 @@ def rope(
     Raises TypeError for arrays that do not hold integers, OverflowError for values outside their width.
     """
     lo, hi = check("lo", lo, config.data_bits), check("hi", hi, config.data_bits)
+    table = _steps(config, steps)
+    if not 1 <= lo.shape[-1] <= config.pairs or lo.shape != hi.shape:
+        raise ValueError(f"lo and hi must both hold 1 to {config.pairs} pairs, not {lo.shape} and {hi.shape}")
+    turned = _turn(config, np.stack((lo, hi), axis=-2), position, table)
+    return turned[..., 0, :], turned[..., 1, :]
+
+
+def _steps(config: RopeConfig, steps: Sequence[int] | Int | None) -> Int:
+    """The steps of all pairs, checked for their number."""
     if config.frozen != (steps is None):
         raise ValueError("steps are needed without frozen, and only then")
     table = as_int("steps", config.frozen_steps if steps is None else steps)
     if table.shape != (config.pairs,):
         raise ValueError(f"steps must hold {config.pairs} values, not {table.shape}")
-    if not 1 <= lo.shape[-1] <= config.pairs or lo.shape != hi.shape:
-        raise ValueError(f"lo and hi must both hold 1 to {config.pairs} pairs, not {lo.shape} and {hi.shape}")
-    turn = phase(config, as_int("position", position)[..., None], table[: lo.shape[-1]])
-    cosine, sine = cosine_sine(config, turn)
-    sums = lo * cosine - hi * sine, hi * cosine + lo * sine
-    low, high = (
-        saturate(round_shift(check("sum", s, config.sum_bits), config.fraction_bits), config.out_bits) for s in sums
-    )
-    return low, high
+    return table
+
+
+@lru_cache(maxsize=2)
+def _turns(config: RopeConfig, position: bytes, shape: tuple[int, ...], steps: bytes) -> tuple[Int, Int]:
+    """What lo and hi (…, 2, n) are multiplied with, and what the other of them is: ``(c, c)`` and ``(-s, s)``.
+
+    All heads of all layers turn by the same angles; the arrays come as bytes, so that they can be looked up."""
+    positions = np.frombuffer(position, np.int64).reshape(shape)[..., None]
+    cosine, sine = cosine_sine(config, phase(config, positions, np.frombuffer(steps, np.int64)))
+    own, other = cosine[..., None, :], np.stack((-sine, sine), axis=-2)
+    own.setflags(write=False)
+    other.setflags(write=False)
+    return own, other
+
+
+def _turn(config: RopeConfig, x: Int, position: ArrayLike, steps: Int) -> Int:
+    """Pairs (…, 2, n), lo and hi, turned."""
+    position = as_int("position", position)
+    own, other = _turns(config, position.tobytes(), position.shape, steps[: x.shape[-1]].tobytes())
+    total = x * own
+    total += x[..., ::-1, :] * other
+    return saturate(round_shift(check("sum", total, config.sum_bits), config.fraction_bits), config.out_bits)
 
 
 def rotate(config: RopeConfig, x: ArrayLike, position: ArrayLike, steps: Sequence[int] | Int | None = None) -> Int:
@@ -273,4 +296,7 @@ def rotate(config: RopeConfig, x: ArrayLike, position: ArrayLike, steps: Sequenc
     x = as_int("x", x)
     if x.ndim == 0 or x.shape[-1] != config.head_dim:
         raise ValueError(f"x must hold heads of {config.head_dim} elements, not an array of shape {x.shape}")
-    return np.concatenate(rope(config, x[..., : config.pairs], x[..., config.pairs :], position, steps), axis=-1)
+    if x.size and largest(x) >> (config.data_bits - 1):
+        check("lo", x[..., : config.pairs], config.data_bits), check("hi", x[..., config.pairs :], config.data_bits)
+    pairs = x.reshape(*x.shape[:-1], 2, config.pairs)
+    return _turn(config, pairs, position, _steps(config, steps)).reshape(x.shape)

@@ -34,15 +34,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from decimal import Context, Decimal
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from golden.config import UnitConfig, choice, flag, integer
-from golden.fixedpoint import Int, check, round_shift, saturate
-from golden.nonlinear.exp import ExpConfig, IbertConstants, split
+from golden.fixedpoint import Int, bounds, check, round_shift, saturate
+from golden.nonlinear.exp import TABULATED_BITS, ExpConfig, IbertConstants, split
 
 #: ``log2(e)`` as a 15-bit constant with 14 fraction bits.
 LOG2E, LOG2E_FRACTION_BITS = 23637, 14
@@ -118,12 +118,12 @@ class SiluConfig(UnitConfig):
         """Unsigned width of ``|x| * tau >> sigma_bits``, at most ``2**(gate_bits - 2)``."""
         return self.gate_bits - 1
 
-    @property
+    @cached_property
     def product_bits(self) -> int:
         """Signed width of ``silu * up``: silu lies in ``-2**(gate_bits - 2) .. 2**(gate_bits - 1) - 1``."""
         return self.gate_bits + self.up_bits - 1 if self.multiply else self.gate_bits
 
-    @property
+    @cached_property
     def narrows(self) -> bool:
         """Whether y is shifted or may saturate."""
         return self.out_shift > 0 or self.product_bits > self.out_bits
@@ -307,6 +307,21 @@ def silu(config: SiluConfig, gate: ArrayLike, constants: SiluConstants | None = 
     """``rs(x * sigma(x), sigma_bits)`` on the gate's own scale: signed ``gate_bits``; 0 in the far negative tail, the
     gate itself in the far positive one."""
     gate = check("gate", gate, config.gate_bits)
+    if constants is None and not config.run_time_scale and config.gate_bits <= TABULATED_BITS:
+        return _silus(config)[gate]
+    return _silu(config, gate, constants)
+
+
+@lru_cache(maxsize=16)
+def _silus(config: SiluConfig) -> Int:
+    """:func:`silu` of every gate, those below 0 from the end; its widths are thereby proven for all of them."""
+    low, high = bounds(config.gate_bits)
+    table = _silu(config, np.concatenate((np.arange(high + 1), np.arange(low, 0))), None)
+    table.setflags(write=False)
+    return table
+
+
+def _silu(config: SiluConfig, gate: Int, constants: SiluConstants | None) -> Int:
     magnitude = np.abs(gate)
     if config.form == "table":
         if constants is not None:
@@ -338,5 +353,7 @@ def swiglu(
     product = silu(config, gate, constants)
     if up is not None:
         product = product * check("up", up, config.up_bits)
+    if not config.narrows:
+        return check("y", product, config.out_bits)
     product = check("product", product, config.product_bits)
     return saturate(round_shift(product, config.out_shift), config.out_bits)

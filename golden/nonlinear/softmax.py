@@ -36,7 +36,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from golden.config import UnitConfig, choice, flag, integer
-from golden.fixedpoint import Int, as_int, bit_length, check, round_shift
+from golden.fixedpoint import Int, as_int, bit_length, bounds, check, extremes, round_shift, within
 from golden.nonlinear import exp as exponential
 from golden.nonlinear.exp import ExpConfig, IbertConstants
 
@@ -84,6 +84,15 @@ class SoftmaxConfig(UnitConfig):
             raise ValueError(f"run_time_scale needs the ibert form, not {self.form}")
         if self.buffer > self.max_row:
             raise ValueError(f"buffer must be at most max_row = {self.max_row}, not {self.buffer}")
+        # Widths that hold whatever the data, from the largest m and r.
+        term = self.mantissa_range[1] << self.sum_guard_bits
+        product = self.mantissa_range[1] * ((1 << self.reciprocal_bits) - 1)
+        within("beat_sum", 0, self.lanes * term, self.beat_sum_bits, signed=False)
+        within("total", 0, self.beats(self.max_row) * self.lanes * term, self.total_bits, signed=False)
+        within("excess", 0, self.excess_limit, self.excess_bits, signed=False)
+        within("product", 0, product, self.product_bits, signed=False)
+        within("q", 0, (product << self.pad_bits) >> (self.pad_bits + self.product_shift), self.q_bits, signed=False)
+        within("shift", 0, (1 << self.exponent_bits) - 1 + self.excess_limit, self.shift_bits, signed=False)
 
     @cached_property
     def exp(self) -> ExpConfig:
@@ -104,18 +113,18 @@ class SoftmaxConfig(UnitConfig):
         """Beats of a row."""
         return -(-elements // self.lanes)
 
-    @property
+    @cached_property
     def buffer_beats(self) -> int:
         """Depth of the row memory."""
         return self.beats(self.buffer)
 
-    @property
+    @cached_property
     def row_bits(self) -> int:
         """Bits that a sum over the longest row grows by (max_row rounded up to a whole beat)."""
         return (self.beats(self.max_row) * self.lanes - 1).bit_length()
 
     # -- the exponential's two halves ------------------------------------------------------------------------------
-    @property
+    @cached_property
     def exponent_bits(self) -> int:
         """Width of z."""
         return self.exp.exponent_bits
@@ -132,81 +141,81 @@ class SoftmaxConfig(UnitConfig):
         ends = [int(round_shift((k.b - rest) ** 2 + k.c, k.out_shift)) for rest in (k.ln2 - 1, 0)]
         return min(ends[0], top), min(ends[1], top)
 
-    @property
+    @cached_property
     def mantissa_low_bits(self) -> int:
         """Bits of the smallest m: what a row's total has at least."""
         return self.mantissa_range[0].bit_length()
 
-    @property
+    @cached_property
     def term_bits(self) -> int:
         """Bits of the largest m."""
         return self.mantissa_range[1].bit_length()
 
     # -- pass 1 ------------------------------------------------------------------------------------------------------
-    @property
+    @cached_property
     def sum_guard_bits(self) -> int:
         """Fraction bits of the sum's terms: what max_row floors drop stays below a quarter of an output LSB. (With
         run-time scales: as long as the polynomial fills its mantissa, scale <= 2**(-mantissa_bits / 2).)"""
         low = self.mantissa_bits - 1 if self.run_time_scale else self.mantissa_low_bits
         return max(0, self.row_bits + self.probability_bits + 3 - low)
 
-    @property
+    @cached_property
     def total_bits(self) -> int:
         """Width of the sum: largest term times longest row."""
         return self.term_bits + self.sum_guard_bits + self.row_bits
 
-    @property
+    @cached_property
     def beat_sum_bits(self) -> int:
         """Width of the sum of one beat."""
         return self.term_bits + self.sum_guard_bits + (self.lanes - 1).bit_length()
 
     # -- reciprocal --------------------------------------------------------------------------------------------------
-    @property
+    @cached_property
     def divisor_bits(self) -> int:
         """Bits of the total that the division sees."""
         return self.reciprocal_bits + 1
 
-    @property
+    @cached_property
     def excess_limit(self) -> int:
         """Largest number of bits that a total has beyond its least."""
         return self.total_bits - self.sum_guard_bits - self.mantissa_low_bits
 
-    @property
+    @cached_property
     def excess_bits(self) -> int:
         return max(1, self.excess_limit.bit_length())
 
     # -- pass 2 ------------------------------------------------------------------------------------------------------
-    @property
+    @cached_property
     def product_bits(self) -> int:
         """Width of m * r."""
         return self.term_bits + self.reciprocal_bits
 
-    @property
+    @cached_property
     def product_shift(self) -> int:
         """Constant part of the shift from m * r to q (negative: to the left)."""
         return self.reciprocal_bits + self.mantissa_low_bits - 1 - self.probability_bits - self.guard_bits
 
-    @property
+    @cached_property
     def pad_bits(self) -> int:
         """Zeros below the product, so that one shifter gives the terms of pass 1 and the q of pass 2."""
         return max(0, self.sum_guard_bits - (self.reciprocal_bits - 1), -self.product_shift)
 
-    @property
+    @cached_property
     def shift_bits(self) -> int:
         """Width of the shift z - zmin + excess."""
         return ((1 << self.exponent_bits) - 1 + self.excess_limit).bit_length()
 
-    @property
+    @cached_property
     def q_bits(self) -> int:
         """Width of q: 1.0, what lies above it when a row is normalised by foreign statistics, and the guard bits."""
         return self.product_bits - self.product_shift
 
-    @property
+    @cached_property
     def within_one_lsb(self) -> bool:
         """Every p is proven within 1 LSB of the correctly rounded value of the algorithm's own exponential."""
         return self.reciprocal_bits >= self.probability_bits + 3 and self.guard_bits >= 3 and not self.run_time_scale
 
-    @property
+    @cached_property
     def one(self) -> int:
         """The largest probability, which stands for 1.0."""
         return (1 << self.probability_bits) - 1
@@ -235,8 +244,8 @@ def row_constants(config: SoftmaxConfig, scales: Sequence[Fraction]) -> IbertCon
     return IbertConstants(**columns)  # type: ignore[arg-type]
 
 
-def _rows(config: SoftmaxConfig, scores: ArrayLike, keep: ArrayLike | None) -> tuple[Int, NDArray[np.bool_]]:
-    """Scores and keep as (rows, elements), checked."""
+def _rows(config: SoftmaxConfig, scores: ArrayLike, keep: ArrayLike | None) -> tuple[Int, NDArray[np.bool_] | None]:
+    """Scores as (rows, elements), checked, and which of them to keep (None: all)."""
     x = check("x", scores, config.score_bits)
     if x.ndim == 0:
         raise ValueError("scores must be rows, not a single number")
@@ -244,8 +253,8 @@ def _rows(config: SoftmaxConfig, scores: ArrayLike, keep: ArrayLike | None) -> t
         raise ValueError("a row needs at least one element")
     if x.shape[-1] > config.beats(config.max_row) * config.lanes:
         raise ValueError(f"a row may have at most max_row = {config.max_row} elements, not {x.shape[-1]}")
-    kept = np.ones(x.shape, dtype=bool) if keep is None else np.broadcast_to(np.asarray(keep, dtype=bool), x.shape)
-    return x.reshape(-1, x.shape[-1]), kept.reshape(-1, x.shape[-1])
+    kept = None if keep is None else np.broadcast_to(np.asarray(keep, dtype=bool), x.shape).reshape(-1, x.shape[-1])
+    return x.reshape(-1, x.shape[-1]), kept
 
 
 def split(
@@ -253,12 +262,15 @@ def split(
 ) -> tuple[Int, Int]:
     """(m, z) of each element; masked ones get (0, all ones)."""
     x, kept = _rows(config, scores, keep)
-    t = check("t", (1 << (config.score_bits - 1)) - 1 - x, config.score_bits, signed=False)
-    mantissa, exponent = exponential.split(config.exp, t, constants)
+    top = bounds(config.score_bits)[1]
+    mantissa, exponent = exponential.split(config.exp, top - x, constants)
     if config.form == "base2":
-        mantissa = np.minimum(mantissa, config.mantissa_range[1])
-    mantissa = check("m", np.where(kept, mantissa, 0), config.term_bits, signed=False)
-    exponent = np.where(kept, exponent, (1 << config.exponent_bits) - 1)
+        mantissa = np.minimum(mantissa, config.mantissa_range[1], out=mantissa)
+    if kept is not None:
+        hidden = ~kept
+        np.copyto(mantissa, 0, where=hidden)
+        np.copyto(exponent, (1 << config.exponent_bits) - 1, where=hidden)
+    mantissa = check("m", mantissa, config.term_bits, signed=False)
     return mantissa, check("z", exponent, config.exponent_bits, signed=False)
 
 
@@ -281,24 +293,40 @@ def reduce(
     return _reduce(config, *split(config, scores, keep, constants), chained)
 
 
+def _beat_minima(exponent: Int, lanes: int) -> Int:
+    """Smallest exponent of each beat, (rows, beats), of (rows, elements)."""
+    rows, n = exponent.shape
+    beats = -(-n // lanes)
+    if n % lanes:
+        rest = np.repeat(exponent[:, -1:], -n % lanes, axis=1)
+        exponent = np.concatenate((exponent, rest), axis=1)
+    flat = exponent.reshape(-1)
+    while lanes % 2 == 0:  # many short minima are much slower than a few long ones
+        flat, lanes = np.minimum(flat[0::2], flat[1::2]), lanes // 2
+    return np.minimum.reduce(flat.reshape(rows, beats, lanes), axis=2)
+
+
 def _reduce(config: SoftmaxConfig, mantissa: Int, exponent: Int, chained: Statistics | None = None) -> Statistics:
     rows, n = mantissa.shape
-    beats = config.beats(n)
     highest = (1 << config.exponent_bits) - 1
-    short = beats * config.lanes - n
-    m = np.pad(mantissa, ((0, 0), (0, short))).reshape(rows, beats, config.lanes)
-    z = np.pad(exponent, ((0, 0), (0, short)), constant_values=highest).reshape(rows, beats, config.lanes)
     before = np.full(rows, highest) if chained is None else as_int("exponent", chained.exponent)
     total = np.zeros(rows, dtype=np.int64) if chained is None else as_int("total", chained.total)
-    zmin = np.minimum.accumulate(np.concatenate([before[:, None], z.min(axis=2)], axis=1), axis=1)
-    term = (m << config.sum_guard_bits) >> np.minimum(z - zmin[:, 1:, None], 62)
-    beat_sum = check("beat_sum", term.sum(axis=2), config.beat_sum_bits, signed=False)
-    drop = np.minimum(zmin[:, :-1] - zmin[:, 1:], 62)
+    beats = _beat_minima(exponent, config.lanes)
+    zmin = np.minimum.accumulate(np.concatenate((before[:, None], beats), axis=1), axis=1)
+    down = exponent - np.repeat(zmin[:, 1:], config.lanes, axis=1)[:, :n]
+    np.minimum(down, 62, out=down)
+    term = mantissa << config.sum_guard_bits
+    term >>= down
     # Between beats in which some row's reference drops, the sums merely add up.
-    cuts = sorted({0, *np.flatnonzero(drop.any(axis=0)).tolist()})
-    for start, stop in zip(cuts, [*cuts[1:], beats], strict=True):
-        total = (total >> drop[:, start]) + beat_sum[:, start:stop].sum(axis=1)
-        total = check("total", total, config.total_bits, signed=False)
+    drop = np.minimum(zmin[:, :-1] - zmin[:, 1:], 62)
+    dropped = drop.any(axis=0)
+    dropped[0] = True
+    cuts = np.flatnonzero(dropped)
+    sums = np.add.reduceat(term, cuts * config.lanes, axis=1)
+    for k, cut in enumerate(cuts.tolist()):
+        total = (total >> drop[:, cut]) + sums[:, k]
+        if chained is not None:  # a single row cannot be too long
+            check("total", total, config.total_bits, signed=False)
     return Statistics(zmin[:, -1], total)
 
 
@@ -306,9 +334,12 @@ def reciprocal(config: SoftmaxConfig, statistics: Statistics) -> tuple[Int, Int]
     """(r, excess) of each row's statistics; r of an empty row is of no account (0 here)."""
     total = check("total", statistics.total, config.total_bits, signed=False)
     low = config.sum_guard_bits + config.mantissa_low_bits
-    excess = check("excess", np.maximum(bit_length(total) - low, 0), config.excess_bits, signed=False)
-    down = excess + low - config.divisor_bits
-    divisor = np.where(down >= 0, total >> np.maximum(down, 0), total << np.maximum(-down, 0))
+    excess = np.maximum(bit_length(total) - low, 0)
+    down = excess + (low - config.divisor_bits)
+    if low >= config.divisor_bits:
+        divisor = total >> down
+    else:  # the smallest totals have fewer bits than the division takes
+        divisor = np.where(down >= 0, total >> np.maximum(down, 0), total << np.maximum(-down, 0))
     divisor = check("divisor", divisor, config.divisor_bits, signed=False)
     dividend = 1 << (config.reciprocal_bits + config.divisor_bits - 1)
     quotient = np.where(divisor > 0, dividend // np.maximum(divisor, 1), 0)
@@ -330,18 +361,29 @@ def normalise(
 
 def _normalise(config: SoftmaxConfig, mantissa: Int, exponent: Int, statistics: Statistics) -> Int:
     r, excess = reciprocal(config, statistics)
-    mantissa = np.where(statistics.empty[:, None], 0, mantissa)
-    product = check("product", mantissa * r[:, None], config.product_bits, signed=False)
-    shift = np.maximum(exponent - (as_int("exponent", statistics.exponent) - excess)[:, None], 0)
-    shift = check("shift", np.where(mantissa > 0, shift, 0), config.shift_bits, signed=False)
-    shifted = (product << config.pad_bits) >> np.minimum(shift, 62)
-    q = check("q", shifted >> (config.pad_bits + config.product_shift), config.q_bits, signed=False)
+    product = mantissa * r[:, None]  # r is 0 where nothing was kept
+    reference = as_int("exponent", statistics.exponent) - excess
+    shift = exponent - reference[:, None]
+    np.maximum(shift, 0, out=shift)
+    if shift.size and extremes(reference)[0] < -config.excess_limit:
+        counts = (mantissa > 0) & ~statistics.empty[:, None]
+        check("shift", np.where(counts, shift, 0), config.shift_bits, signed=False)
+    q = product
+    q <<= config.pad_bits
+    q >>= np.minimum(shift, 62, out=shift)
+    q >>= config.pad_bits + config.product_shift
     half = 1 << (config.guard_bits - 1)
     if config.rounding == "diffuse":
-        p = np.diff((np.cumsum(q, axis=1) + half) >> config.guard_bits, axis=1, prepend=0)
+        running = np.cumsum(q, axis=1)
+        running += half
+        running >>= config.guard_bits
+        p = running
+        p[:, 1:] -= running[:, :-1].copy()
     else:
-        p = (q + half) >> config.guard_bits
-    return check("p", np.minimum(p, config.one), config.probability_bits, signed=False)
+        p = q
+        p += half
+        p >>= config.guard_bits
+    return check("p", np.minimum(p, config.one, out=p), config.probability_bits, signed=False)
 
 
 def softmax(
