@@ -198,7 +198,7 @@ class ModelConfig:
             layers=layers,
             heads=heads,
             kv_heads=integer("num_key_value_heads", heads),
-            head_dim=integer("head_dim", dim // heads),
+            head_dim=integer("head_dim", 128 if architecture == "qwen3" else dim // heads),
             hidden=integer("intermediate_size"),
             vocab=integer("vocab_size"),
             norm_eps=real(config, "rms_norm_eps", 1e-6),
@@ -275,7 +275,7 @@ def _stops(config: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _windows(architecture: str, layers: int, config: Mapping[str, Any]) -> tuple[int | None, ...]:
-    window = config.get("sliding_window")
+    window = config.get("sliding_window", 4096)  # a file may say null: none
     enabled = architecture == "mistral" or bool(config.get("use_sliding_window", False))
     if architecture == "llama" or not enabled or window is None:
         return (None,) * layers

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from golden.llm.checkpoint import Array, Checkpoint, Weights
+from golden.llm.checkpoint import Array, Checkpoint, Layer, Weights
 from golden.llm.config import ModelConfig
 
 
@@ -98,6 +98,8 @@ class Decoder:
     ``forward`` of T tokens equals T calls with one token each, up to float32 rounding.
     """
 
+    logit_scale = 1.0
+
     def __init__(self, checkpoint: Checkpoint):
         self.config: ModelConfig = checkpoint.config
         self.weights: Weights = checkpoint.weights
@@ -120,69 +122,84 @@ class Decoder:
         if past + count > limit:
             raise ValueError(f"{past + count} positions are more than the {limit} there is room for")
 
+        x = w.embedding_table.rows(ids)
+        for i, layer in enumerate(w.layers):
+            x = self.layer(i, layer, x, past, cache, tap)
+        if cache is not None:
+            cache.length = past + count
+        tap(c.layers, "final_norm", x)
+        return self.linear(c.layers, "head", w.head, rms_norm(x, w.final_norm, c.norm_eps))
+
+    def linear(self, index: int, name: str, matrix: Array, x: Array) -> Array:
+        """``x @ matrix.T``; ``name`` is the matrix's field in :class:`~golden.llm.checkpoint.Layer`, or ``head`` with
+        the index after the last layer.  Studies of quantized layers override it."""
+        return x @ matrix.T
+
+    def layer(
+        self, index: int, layer: Layer, x: Array, past: int = 0, cache: Cache | None = None, tap: Tap = _no_tap
+    ) -> Array:
+        """One layer: the residual stream (T, dim) after it, for T tokens that follow ``past`` others."""
+        c, i, count = self.config, index, len(x)
         positions = np.arange(past, past + count)
         angle = (positions[:, None] * self._frequencies)[:, None, :]
         cos, sin = np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
         distance = positions[:, None] - np.arange(past + count)  # of key from query; negative is the future
         scale = np.float32(1.0 / np.sqrt(c.head_dim))
 
-        x = w.embedding[ids]
-        for i, layer in enumerate(w.layers):
-            tap(i, "attention_norm", x)
-            h = rms_norm(x, layer.attention_norm, c.norm_eps)
-            q, k, v = h @ layer.query.T, h @ layer.key.T, h @ layer.value.T
-            if layer.query_bias is not None and layer.key_bias is not None and layer.value_bias is not None:
-                q, k, v = q + layer.query_bias, k + layer.key_bias, v + layer.value_bias
-            q = q.reshape(count, c.heads, c.head_dim)
-            k, v = k.reshape(count, c.kv_heads, c.head_dim), v.reshape(count, c.kv_heads, c.head_dim)
-            if layer.query_norm is not None and layer.key_norm is not None:
-                tap(i, "query_norm", q)
-                tap(i, "key_norm", k)
-                q, k = rms_norm(q, layer.query_norm, c.norm_eps), rms_norm(k, layer.key_norm, c.norm_eps)
-            tap(i, "query", q)
-            tap(i, "key", k)
-            tap(i, "value", v)
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-            keys, values = k.swapaxes(0, 1), v.swapaxes(0, 1)  # (kv_heads, positions, head_dim)
-            if cache is not None:
-                cache.keys[i, :, past : past + count] = keys
-                cache.values[i, :, past : past + count] = values
-                keys, values = cache.keys[i, :, : past + count], cache.values[i, :, : past + count]
-            # The queries of one group share their keys: (kv_heads, group * T, head_dim).
-            q = q.reshape(count, c.kv_heads, c.group, c.head_dim).transpose(1, 2, 0, 3)
-            scores = q.reshape(c.kv_heads, -1, c.head_dim) @ keys.swapaxes(1, 2) * scale
-            scores = scores.reshape(c.heads, count, past + count)
-            tap(i, "scores", scores)
-            window = c.windows[i]
-            hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
-            scores = np.where(hidden, np.float32(-np.inf), scores)
-            weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-            weights /= weights.sum(axis=-1, keepdims=True)
-            context = weights.reshape(c.kv_heads, -1, past + count) @ values
-            context = context.reshape(c.heads, count, c.head_dim).swapaxes(0, 1).reshape(count, c.query_dim)
-            tap(i, "context", context)
-            out = context @ layer.output.T
-            if layer.output_bias is not None:
-                out = out + layer.output_bias
-            tap(i, "attention_residual", x)
-            tap(i, "attention_out", out)
-            x = x + out
-
-            tap(i, "mlp_norm", x)
-            h = rms_norm(x, layer.mlp_norm, c.norm_eps)
-            gate, up = h @ layer.gate.T, h @ layer.up.T
-            tap(i, "gate", gate)
-            tap(i, "up", up)
-            product = silu(gate) * up
-            tap(i, "product", product)
-            out = product @ layer.down.T
-            tap(i, "mlp_residual", x)
-            tap(i, "mlp_out", out)
-            x = x + out
+        tap(i, "attention_norm", x)
+        h = rms_norm(x, layer.attention_norm, c.norm_eps)
+        q, k, v = (
+            self.linear(i, name, matrix, h)
+            for name, matrix in (("query", layer.query), ("key", layer.key), ("value", layer.value))
+        )
+        if layer.query_bias is not None and layer.key_bias is not None and layer.value_bias is not None:
+            q, k, v = q + layer.query_bias, k + layer.key_bias, v + layer.value_bias
+        q = q.reshape(count, c.heads, c.head_dim)
+        k, v = k.reshape(count, c.kv_heads, c.head_dim), v.reshape(count, c.kv_heads, c.head_dim)
+        if layer.query_norm is not None and layer.key_norm is not None:
+            tap(i, "query_norm", q)
+            tap(i, "key_norm", k)
+            q, k = rms_norm(q, layer.query_norm, c.norm_eps), rms_norm(k, layer.key_norm, c.norm_eps)
+        tap(i, "query", q)
+        tap(i, "key", k)
+        tap(i, "value", v)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        keys, values = k.swapaxes(0, 1), v.swapaxes(0, 1)  # (kv_heads, positions, head_dim)
         if cache is not None:
-            cache.length = past + count
-        tap(c.layers, "final_norm", x)
-        return rms_norm(x, w.final_norm, c.norm_eps) @ w.head.T
+            cache.keys[i, :, past : past + count] = keys
+            cache.values[i, :, past : past + count] = values
+            keys, values = cache.keys[i, :, : past + count], cache.values[i, :, : past + count]
+        # The queries of one group share their keys: (kv_heads, group * T, head_dim).
+        q = q.reshape(count, c.kv_heads, c.group, c.head_dim).transpose(1, 2, 0, 3)
+        scores = q.reshape(c.kv_heads, -1, c.head_dim) @ keys.swapaxes(1, 2) * scale
+        scores = scores.reshape(c.heads, count, past + count)
+        tap(i, "scores", scores)
+        window = c.windows[i]
+        hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+        scores = np.where(hidden, np.float32(-np.inf), scores)
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        weights /= weights.sum(axis=-1, keepdims=True)
+        context = weights.reshape(c.kv_heads, -1, past + count) @ values
+        context = context.reshape(c.heads, count, c.head_dim).swapaxes(0, 1).reshape(count, c.query_dim)
+        tap(i, "context", context)
+        out = self.linear(i, "output", layer.output, context)
+        if layer.output_bias is not None:
+            out = out + layer.output_bias
+        tap(i, "attention_residual", x)
+        tap(i, "attention_out", out)
+        x = x + out
+
+        tap(i, "mlp_norm", x)
+        h = rms_norm(x, layer.mlp_norm, c.norm_eps)
+        gate, up = self.linear(i, "gate", layer.gate, h), self.linear(i, "up", layer.up, h)
+        tap(i, "gate", gate)
+        tap(i, "up", up)
+        product = silu(gate) * up
+        tap(i, "product", product)
+        out = self.linear(i, "down", layer.down, product)
+        tap(i, "mlp_residual", x)
+        tap(i, "mlp_out", out)
+        return x + out
 
     def generate_greedy(self, prompt: Sequence[int], count: int) -> list[int]:
         """The ``count`` most likely ids after ``prompt``, each appended before the next is chosen."""
@@ -190,9 +207,12 @@ class Decoder:
 
 
 class LanguageModel(Protocol):
-    """What generation and scoring need of a pipeline, whatever its arithmetic."""
+    """What generation and scoring need of a pipeline, whatever its arithmetic.
+
+    A logit's real value is what ``forward`` gives times ``logit_scale``."""
 
     config: ModelConfig
+    logit_scale: float
 
     def new_cache(self, capacity: int | None = None) -> Any: ...
 
@@ -255,7 +275,7 @@ def _generate(
         else:
             # From the largest down: a tiny temperature then gives the arg-max, and nothing overflows upwards.
             with np.errstate(over="ignore"):
-                scaled = (logits - logits.max()).astype(np.float64) / temperature
+                scaled = (logits - logits.max()).astype(np.float64) * (model.logit_scale / temperature)
             token = int(rng.choice(len(logits), p=np.exp(log_softmax(scaled))))
         if token in stops:
             return

@@ -1,4 +1,4 @@
-"""Text to token ids and back: ``tokenizer.json`` of Hugging Face, and llama2.c's ``tok512.bin``."""
+"""Text to token ids and back: ``tokenizer.json`` of Hugging Face, GGUF files, and llama2.c's ``tok512.bin``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,24 @@ class Tokenizer(Protocol):
         """The text of ``ids``; special tokens give nothing, incomplete UTF-8 gives U+FFFD."""
 
 
-class HuggingFaceTokenizer:
+class LibraryTokenizer:
+    """A ``tokenizers.Tokenizer`` and the id that opens a text, or None."""
+
+    def __init__(self, library: Any, bos: int | None):
+        self._library = library
+        self.vocab: int = library.get_vocab_size()
+        self.bos = bos
+
+    def encode(self, text: str, bos: bool = True) -> list[int]:
+        ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
+        return [self.bos, *ids] if bos and self.bos is not None else ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self._library.decode(list(ids), skip_special_tokens=True)
+        return text
+
+
+class HuggingFaceTokenizer(LibraryTokenizer):
     """A ``tokenizer.json``, through the ``tokenizers`` library.
 
     The opening token is the one the file's own post-processor adds; failing that, ``bos_token`` of the
@@ -37,10 +54,10 @@ class HuggingFaceTokenizer:
         from tokenizers import Tokenizer as Library
 
         try:
-            self._library = Library.from_file(str(path))
+            library = Library.from_file(str(path))
         except Exception as error:  # the library raises no narrower class
             raise ValueError(f"{path}: not a tokenizer.json ({str(error).splitlines()[0]})") from None
-        self.vocab = self._library.get_vocab_size()
+        super().__init__(library, None)
         self.bos = self._find_bos(path)
 
     def _find_bos(self, path: Path) -> int | None:
@@ -61,14 +78,6 @@ class HuggingFaceTokenizer:
         known = (self._library.token_to_id(name) for name in names if isinstance(name, str))
         return next((found for found in known if found is not None), None)
 
-    def encode(self, text: str, bos: bool = True) -> list[int]:
-        ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
-        return [self.bos, *ids] if bos and self.bos is not None else ids
-
-    def decode(self, ids: Sequence[int]) -> str:
-        text: str = self._library.decode(list(ids), skip_special_tokens=True)
-        return text
-
 
 class Llama2cTokenizer:
     """llama2.c's export of a SentencePiece BPE: pieces with scores, merged best score first.
@@ -79,10 +88,22 @@ class Llama2cTokenizer:
     bos: int | None = 1
     _FIRST_BYTE = 3
 
-    def __init__(self, path: Path):
+    def __init__(self, pieces: Sequence[bytes], scores: Sequence[float], prefix: str = " "):
+        first = self._FIRST_BYTE
+        if [*pieces[first : first + 256]] != [b"<0x%02X>" % byte for byte in range(256)]:
+            raise ValueError("entries 3 to 258 are not the 256 bytes")
+        self.vocab, self.pieces = len(pieces), pieces
+        self._scores = scores
+        self._prefix = prefix  # SentencePiece puts a space before the first word
+        self._bytes = [b""] * first + [bytes([byte]) for byte in range(256)] + [*pieces[first + 256 :]]
+        self._ids = {piece: i for i, piece in reversed(list(enumerate(pieces)))}
+
+    @classmethod
+    def from_file(cls, path: Path) -> Llama2cTokenizer:
+        """Read a ``tok*.bin``: the longest piece's length, then each piece's score, length and bytes."""
         data = path.read_bytes()
         pieces: list[bytes] = []
-        self._scores: list[float] = []
+        scores: list[float] = []
         place = 4
         while place < len(data):
             if place + 8 > len(data):
@@ -94,19 +115,16 @@ class Llama2cTokenizer:
             if place + length > len(data):
                 raise ValueError(f"{path}: truncated in entry {len(pieces)}")
             pieces.append(data[place : place + length])
-            self._scores.append(score)
+            scores.append(score)
             place += length
-        first = self._FIRST_BYTE
-        if pieces[first : first + 256] != [b"<0x%02X>" % byte for byte in range(256)]:
-            raise ValueError(f"{path}: not a llama2.c tokenizer: entries 3 to 258 are not the 256 bytes")
-        self.vocab = len(pieces)
-        self._bytes = [b""] * first + [bytes([byte]) for byte in range(256)] + pieces[first + 256 :]
-        self._ids = {piece: i for i, piece in reversed(list(enumerate(pieces)))}
+        try:
+            return cls(pieces, scores)
+        except ValueError as error:
+            raise ValueError(f"{path}: not a llama2.c tokenizer: {error}") from None
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
         ids: list[int] = []
-        # SentencePiece puts a space before the first word.
-        for character in f" {text}" if text else "":
+        for character in f"{self._prefix}{text}" if text else "":
             spelt = character.encode()
             known = self._ids.get(spelt)
             ids += [known] if known is not None else [self._FIRST_BYTE + byte for byte in spelt]
@@ -145,22 +163,55 @@ class Llama2cTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         spelt = b"".join(self._bytes[i] for i in ids)
         text = spelt.decode("utf-8", errors="replace")
-        return text[1:] if ids and ids[0] == self.bos and text.startswith(" ") else text
+        return text.removeprefix(self._prefix) if ids and ids[0] == self.bos else text
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
-    """Load a ``tokenizer.json``, a folder that holds one, or a llama2.c tokenizer (any other file)."""
+    """Load a ``tokenizer.json``, a folder that holds one, that of a GGUF file, or a llama2.c one (any other file)."""
     path = Path(path)
     if path.is_dir():
         path = path / "tokenizer.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such tokenizer")
-    return HuggingFaceTokenizer(path) if path.suffix == ".json" else Llama2cTokenizer(path)
+    if path.suffix == ".gguf":
+        from golden.llm.gguf_file import load_gguf_tokenizer
+
+        return load_gguf_tokenizer(path)
+    return HuggingFaceTokenizer(path) if path.suffix == ".json" else Llama2cTokenizer.from_file(path)
+
+
+def pack(tokenizer: Tokenizer) -> str:
+    """A tokenizer as JSON text, from which :func:`unpack` makes an equal one."""
+    if isinstance(tokenizer, LibraryTokenizer):
+        return json.dumps({"kind": "library", "bos": tokenizer.bos, "library": tokenizer._library.to_str()})
+    if isinstance(tokenizer, Llama2cTokenizer):
+        pieces = [piece.hex() for piece in tokenizer.pieces]
+        kept = {"kind": "llama2c", "pieces": pieces, "scores": list(tokenizer._scores), "prefix": tokenizer._prefix}
+        return json.dumps(kept)
+    raise TypeError(f"a {type(tokenizer).__name__} cannot be packed")
+
+
+def unpack(text: str) -> Tokenizer:
+    """The tokenizer that :func:`pack` packed. Raises ValueError for any other text."""
+    from tokenizers import Tokenizer as Library
+
+    try:
+        found = json.loads(text)
+        if found["kind"] == "library":
+            return LibraryTokenizer(Library.from_str(found["library"]), found["bos"])
+        if found["kind"] == "llama2c":
+            return Llama2cTokenizer([bytes.fromhex(x) for x in found["pieces"]], found["scores"], found["prefix"])
+        raise ValueError(f"kind {found['kind']!r}")
+    except Exception as error:  # the library raises no narrower class
+        raise ValueError(f"not a packed tokenizer ({str(error).splitlines()[0]})") from None
 
 
 def find_tokenizer(checkpoint: str | os.PathLike[str]) -> Tokenizer:
-    """The tokenizer beside a checkpoint: ``tokenizer.json``, else ``tokenizer.bin``, else a ``tok*.bin``."""
+    """The tokenizer of a checkpoint: a GGUF file's own; else ``tokenizer.json``, ``tokenizer.bin`` or a ``tok*.bin``
+    beside it."""
     path = Path(checkpoint)
+    if path.suffix == ".gguf":
+        return load_tokenizer(path)
     folder = path if path.is_dir() else path.parent
     candidates = [folder / "tokenizer.json", folder / "tokenizer.bin"]
     candidates += sorted(folder.glob("tok[0-9]*.bin"))
