@@ -1,4 +1,4 @@
-"""``python -m golden``: run and capture from the golden LLM, train the reference checkpoint."""
+"""``python -m golden``: calibrate, run, score and capture from the golden LLM, train the reference checkpoint."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import click
 
 from golden.accuracy import accuracy_command
 from golden.commandline import run
+from golden.llm.calibrate import calibrate_command
 from golden.llm.capture import capture_command
 from golden.llm.generate import generate_command
-from golden.llm.train import train_command
+from golden.llm.perplexity import ablate_command, perplexity_command
+from golden.llm.train import held_out_command, train_command
 
 
 @click.group()
@@ -16,9 +18,13 @@ def main() -> None:
     """NearMem's golden model."""
 
 
+main.add_command(ablate_command)
 main.add_command(accuracy_command)
+main.add_command(calibrate_command)
 main.add_command(capture_command)
 main.add_command(generate_command)
+main.add_command(held_out_command)
+main.add_command(perplexity_command)
 main.add_command(train_command)
 
 if __name__ == "__main__":

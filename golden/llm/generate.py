@@ -3,39 +3,52 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import click
 
-from golden.llm.checkpoint import Checkpoint, load
+from golden.llm.checkpoint import load
+from golden.llm.config import ModelConfig
+from golden.llm.kvcache import SCHEMES as KV_SCHEMES
+from golden.llm.options import ANY, checkpoint_options
+from golden.llm.pipelines import (
+    PIPELINES,
+    Workshop,
+    check_kv,
+    is_quantized,
+    open_quantized,
+    tokenizer_for,
+)
 from golden.llm.reference import Decoder, LanguageModel, generate
-from golden.llm.tokenizer import find_tokenizer, load_tokenizer, stream_text
-
-PIPELINES: dict[str, Callable[[Checkpoint], LanguageModel]] = {"float": Decoder}
-"""The pipelines that can generate, by the name ``--pipeline`` takes."""
+from golden.llm.text import check_vocabulary, read_text, sequences
+from golden.llm.tokenizer import Tokenizer, stream_text
 
 
 @click.command("generate")
-@click.option(
-    "--checkpoint",
-    type=click.Path(path_type=Path),
-    required=True,
-    help="Hugging Face folder or llama2.c file.",
-)
-@click.option("--tokenizer", type=click.Path(path_type=Path), help="By default the one beside the checkpoint.")
+@checkpoint_options(ANY)
 @click.option("--prompt", default="", help="Text to continue.")
 @click.option("--tokens", type=click.IntRange(0), default=128, show_default=True, help="Tokens to generate.")
 @click.option("--greedy", is_flag=True, help="Always take the likeliest token; the default.")
 @click.option("--temperature", type=float, help="Draw tokens at this temperature instead.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the draw.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the draw.")
 @click.option(
     "--pipeline",
     type=click.Choice(list(PIPELINES)),
-    default="float",
-    show_default=True,
-    help="Arithmetic to use.",
+    help="Arithmetic to use.  [default: float, and of a quantized file integer]",
 )
+@click.option("--kv", type=click.Choice(list(KV_SCHEMES)), default="dense", show_default=True, help="Key/value cache.")
+@click.option(
+    "--calibration",
+    type=click.Path(path_type=Path),
+    help="Text on which a pipeline other than float is calibrated; by default text that the float model draws.",
+)
+@click.option(
+    "--compare/--no-compare",
+    default=True,
+    help="Say how many greedy tokens agree with the float model's.  [default: compare]",
+)
+@click.option("--beside", is_flag=True, help="Print the float model's greedy text below.")
 def generate_command(
     checkpoint: Path,
     tokenizer: Path | None,
@@ -44,30 +57,94 @@ def generate_command(
     greedy: bool,
     temperature: float | None,
     seed: int,
-    pipeline: str,
+    pipeline: str | None,
+    kv: str,
+    calibration: Path | None,
+    compare: bool,
+    beside: bool,
 ) -> None:
-    """Continue a text: prompt and continuation on standard output, tokens per second on standard error."""
+    """Continue a text: prompt and continuation on standard output, tokens per second on standard error.
+
+    A pipeline other than float, run greedily, also says how many of its tokens agree with the float model's.
+    """
     if greedy and temperature is not None:
         raise ValueError("--greedy and --temperature exclude each other")
-    loaded = load(checkpoint)
-    words = find_tokenizer(checkpoint) if tokenizer is None else load_tokenizer(tokenizer)
-    if words.vocab > loaded.config.vocab:
-        raise ValueError(
-            f"the tokenizer has {words.vocab} entries and the checkpoint only {loaded.config.vocab}; "
-            "they do not belong together"
-        )
-    model = PIPELINES[pipeline](loaded)
-    ids = words.encode(prompt)
-    count, started = 0, time.monotonic()
+    if beside and temperature:
+        raise ValueError("--beside needs --greedy: drawn texts differ anyway")
+    name = pipeline or ("integer" if is_quantized(checkpoint) else "float")
+    check_kv(name, kv)
+    if name == "float" and calibration is not None:
+        raise ValueError("--calibration needs a pipeline other than float")
+    model: LanguageModel
+    reference: LanguageModel | None = None
+    if is_quantized(checkpoint):
+        if beside or calibration is not None:
+            option = "--beside" if beside else "--calibration"
+            raise ValueError(f"{option} needs a float checkpoint, not a quantized one")
+        model = open_quantized(checkpoint, name, kv)
+        words = tokenizer_for(checkpoint, tokenizer)
+        check_vocabulary(words, model.config)
+        ids = words.encode(prompt)
+    else:
+        loaded = load(checkpoint)
+        words = tokenizer_for(checkpoint, tokenizer)
+        check_vocabulary(words, loaded.config)
+        reference, ids = Decoder(loaded), words.encode(prompt)
+        generate(reference, ids, tokens, temperature or 0.0, seed)  # refuses a bad request before any work is done
+        rows = [] if name == "float" else calibration_rows(reference, words, calibration)
+        model = PIPELINES[name].build(Workshop(loaded, rows, progress=True), kv)
+    made, rate = _stream(model, words, ids, tokens, temperature or 0.0, seed)
+    click.echo(f"{len(made)} tokens, {rate:.1f} token/s", err=True)
+    if len(made) < tokens:
+        click.echo(f"the model ended the text after {len(made)} tokens", err=True)
+    if reference is not None and name != "float" and not temperature and (compare or beside):
+        wanted = list(generate(reference, ids, tokens, stops=model.config.stops))
+        if compare:
+            click.echo(agreement(made, wanted), err=True)
+        if beside:
+            click.echo("".join(stream_text(words, ids, wanted)))
 
-    def counted() -> Iterator[int]:
-        nonlocal count
-        for token in generate(model, ids, tokens, temperature or 0.0, seed, loaded.config.stops):
-            count += 1
+
+def agreement(made: Sequence[int], wanted: Sequence[int]) -> str:
+    """How far two greedy texts are the same, in words."""
+    length = max(len(made), len(wanted))
+    same = [a == b for a, b in zip(made, wanted, strict=False)]
+    common = same.index(False) if False in same else len(same)
+    if len(made) == len(wanted) == common:
+        return f"all {common} greedy tokens agree with the float model's"
+    return (
+        f"the first {common} of {length} greedy tokens agree with the float model's, "
+        f"{sum(same)} of {length} at the same place"
+    )
+
+
+def calibration_rows(
+    reference: Decoder, words: Tokenizer, text: Path | None, tokens: int = 4096, length: int = 256
+) -> list[list[int]]:
+    """Rows to calibrate on: of a text, or four drawn from the float model itself."""
+    config: ModelConfig = reference.config
+    length = min(length, config.max_positions)
+    if text is not None:
+        return sequences(words, read_text(text), length, tokens)
+    opening = [words.bos] if words.bos is not None else [0]
+    return [opening + list(generate(reference, opening, length - 1, 1.0, seed)) for seed in range(4)]
+
+
+def _stream(
+    model: LanguageModel, words: Tokenizer, ids: Sequence[int], tokens: int, temperature: float, seed: int
+) -> tuple[list[int], float]:
+    """Print prompt and continuation as they come: the tokens, and how many a second."""
+    made: list[int] = []
+    following = generate(model, ids, tokens, temperature, seed, model.config.stops)
+    started = time.monotonic()
+
+    def kept() -> Iterator[int]:
+        for token in following:
+            made.append(token)
             yield token
 
-    for piece in stream_text(words, ids, counted()):
+    for piece in stream_text(words, ids, kept()):
         click.echo(piece, nl=False)
-    rate = count / (time.monotonic() - started)
+    rate = len(made) / (time.monotonic() - started)
     click.echo()
-    click.echo(f"{count} tokens, {rate:.1f} token/s", err=True)
+    return made, rate

@@ -18,7 +18,6 @@ import math
 import os
 import platform
 import shlex
-import sys
 import sysconfig
 import time
 from collections.abc import Iterator
@@ -28,6 +27,8 @@ from typing import Any
 
 import click
 import numpy as np
+
+from golden.commandline import atomic_write
 
 BOS = "<s>"
 MODEL: dict[str, Any] = {
@@ -399,5 +400,11 @@ def train_command(minutes: float, out: Path, seed: int, threads: int) -> None:
     train(minutes, out, seed=seed, threads=threads, command=" ".join(["python -m golden train", *arguments]))
 
 
-if __name__ == "__main__":
-    sys.exit(train_command())
+@click.command("held-out")
+@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Text file to write.")
+def held_out_command(output: Path) -> None:
+    """Write the text that the reference checkpoint was not trained on: held-out modules of the standard library."""
+    _, texts = split()
+    with atomic_write(output) as file:
+        file.write("\n".join(texts.values()))
+    click.echo(f"{output}: {len(texts)} modules, {sum(map(len, texts.values())):,} characters", err=True)
