@@ -50,6 +50,7 @@ exhaustive: setup
 
 bench: setup
 	$(PY) -m tb speed
+	$(PY) -m golden speed
 
 verilog: setup
 	@mkdir -p build/verilog
