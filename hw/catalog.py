@@ -3,12 +3,16 @@ through it; adding a unit is a golden file, a hardware file, a testbench of the 
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from golden.config import UnitConfig
+from golden.llm.checkpoint import REFERENCE
+from golden.llm.config import ModelConfig
+from golden.llm.formats import SCHEMES
 from golden.nonlinear import exp as golden_exp
 from golden.nonlinear import isqrt as golden_isqrt
 from golden.nonlinear import requantize as golden_requantize
@@ -41,7 +45,8 @@ class Entry:
     golden : callable
         The golden function.
     configurations : dict
-        Named configurations: ``small`` (odd sizes, short rows), ``paper`` (full size), and those that stand beside a
+        Named configurations: ``small`` (odd sizes, short rows), ``paper`` (full size), ``pipeline`` (what the integer
+        pipeline needs for the reference checkpoint; several where it needs several), and those that stand beside a
         peer's figures (named in ``peers``).
     peers : dict
         Configuration name -> (peer, gates) at equal parameters, for the cost table.
@@ -91,6 +96,11 @@ class Entry:
         raise RuntimeError(f"no legal configuration of {self.name} in {tries} tries")
 
 
+#: What the golden integer pipeline calls for: the `pipeline` configurations are these, not copies of them.
+_PIPELINE = SCHEMES["integer"].units(
+    ModelConfig.from_huggingface(json.loads((REFERENCE / "config.json").read_text(encoding="utf-8")))
+)
+
 _ENTRIES = [
     Entry(
         name="exp",
@@ -136,6 +146,7 @@ _ENTRIES = [
             "paper": golden_silu.SiluConfig(form="ibert", run_time_scale=True),
             "base2": golden_silu.SiluConfig(),
             "piecewise": golden_silu.SiluConfig(form="piecewise"),
+            "pipeline": _PIPELINE.silu,
             "lane_poly": golden_silu.SiluConfig(
                 lanes=1,
                 form="ibert",
@@ -177,6 +188,13 @@ _ENTRIES = [
             "paper": golden_requantize.RequantizeConfig(),
             "paper_token": golden_requantize.RequantizeConfig(form="token", out_bits=16),
             "paper_static": golden_requantize.RequantizeConfig(form="static"),
+            # One unit for all token-wise rows, with room for the longest of them.
+            "pipeline_row": max(_PIPELINE.norm_row, _PIPELINE.head_row, _PIPELINE.up, key=lambda c: c.max_row),
+            "pipeline_key": _PIPELINE.key,  # and queries: the same
+            "pipeline_value": _PIPELINE.value,
+            "pipeline_context": _PIPELINE.context,
+            "pipeline_product": _PIPELINE.product,
+            "pipeline_gate": _PIPELINE.gate,
             "peer16": golden_requantize.RequantizeConfig(form="static", lanes=16, in_bits=26),
             "peer16_group": golden_requantize.RequantizeConfig(lanes=16, in_bits=26),
         },
@@ -216,6 +234,7 @@ _ENTRIES = [
             "paper": golden_rmsnorm.RmsNormConfig(form="newton", out="group"),
             "token": golden_rmsnorm.RmsNormConfig(),
             "overlap": golden_rmsnorm.RmsNormConfig(overlap=True),
+            "pipeline": _PIPELINE.norm,
             "peer64": golden_rmsnorm.RmsNormConfig(
                 lanes=4, in_bits=8, hidden=64, gamma_bits=8, root_bits=10, out_bits=8, overlap=True
             ),
@@ -236,6 +255,7 @@ _ENTRIES = [
             "small": golden_residual.ResidualConfig(lanes=3, a_bits=9, b_bits=7, max_left=5, max_right=4),
             "paper": golden_residual.ResidualConfig(),
             "narrow": golden_residual.ResidualConfig(b_bits=16),
+            "pipeline": _PIPELINE.residual,
         },
     ),
     Entry(
@@ -258,6 +278,7 @@ _ENTRIES = [
             ),
             "paper": golden_softmax.SoftmaxConfig(form="ibert", run_time_scale=True),
             "base2": golden_softmax.SoftmaxConfig(),
+            "pipeline": _PIPELINE.softmax,
             "peer16": golden_softmax.SoftmaxConfig(
                 lanes=16,
                 score_bits=8,
@@ -297,6 +318,7 @@ _ENTRIES = [
             "theta10000": golden_rope.RopeConfig(frozen=True),
             "theta500000_llama3": golden_rope.RopeConfig(frozen=True, theta=500_000, scaling="llama3"),
             "lane": golden_rope.RopeConfig(lanes=1),
+            "pipeline": _PIPELINE.rope,
         },
     ),
 ]

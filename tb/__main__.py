@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from fnmatch import filter as matching
 from typing import Any
 
 import click
@@ -55,11 +56,12 @@ def planned(units: tuple[str, ...], configuration: str, simulator: str, beats: i
             skipped.append(f"icarus runs skipped: {missing}")
             wanted = tuple(name for name in wanted if name != "icarus")
     for entry in entries:
-        if configuration == "all":
-            names = list(entry.configurations)
-        else:
-            names = [name for name in configuration.split(",") if name in entry.configurations or units]
-        for name in names:
+        names: list[str] = []
+        for pattern in ["*"] if configuration == "all" else configuration.split(","):
+            found = matching(entry.configurations, pattern)
+            # A plain name that a unit asked for by name does not have is told below.
+            names += found or ([pattern] if units and "*" not in pattern else [])
+        for name in dict.fromkeys(names):
             config = entry.configuration(name)
             for tool in wanted:
                 # Icarus is the second opinion, on small configurations; on others only when it is asked for.
@@ -73,7 +75,9 @@ def planned(units: tuple[str, ...], configuration: str, simulator: str, beats: i
 
 @main.command()
 @click.argument("units", nargs=-1)
-@click.option("--config", "configuration", default="small,paper", help="names, with commas, or all")
+@click.option(
+    "--config", "configuration", default="small,paper,pipeline*", help="names or patterns, with commas, or all"
+)
 @click.option("--sim", "simulator", default="all", help="verilator, icarus or all")
 @click.option("--beats", default=20_000, type=click.IntRange(0), help="beats of the full-rate run")
 @click.option("--seed", default=1, help="seed of the random rows and stalls")

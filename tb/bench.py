@@ -4,9 +4,10 @@ A unit's file in ``tb/`` defines ``BENCH``, a subclass of :class:`Bench` with
 
 * ``directed()``: the corners, each with a name that becomes a coverage bin;
 * ``random(generator)``: seeded random rows from every distribution that matters;
-* ``real(capture)``: rows made from tensors that ``golden.llm.capture`` took from the reference checkpoint;
+* ``real(capture)``: rows made from the float tensors that ``golden.llm.capture`` took from the reference checkpoint;
+* ``recorded(tensors)``: rows of what the integer pipeline recorded of this unit, inputs and outputs as they are;
 * ``expected(rows)``: the golden function's output rows for a sequence of input rows since reset;
-* ``table()``: writes into the unit's table, where it has one.
+* ``table()``: writes into the unit's table, where it has one, and ``adopt(tensors)``: takes a model's table instead.
 
 Simulator loops, stalls, resets, cycle counts, packing and coverage are shared and live in ``tb/``.
 """
@@ -21,10 +22,11 @@ from typing import Any
 import numpy as np
 from amaranth.hdl import Shape
 
+from golden.llm.capture import recorded
 from hw.catalog import Entry, find
 from hw.unit import Unit
 from tb.packing import Packer, Row
-from tb.stream import STALLS, Beats
+from tb.stream import STALLS, Beats, Mismatch
 
 Generator = np.random.Generator
 
@@ -35,6 +37,17 @@ class Case:
 
     name: str
     rows: list[Row]
+
+
+@dataclass
+class Replay:
+    """Rows that the integer pipeline sent through the unit at one place of a layer, and what it got back: per row, the
+    fields that the pipeline uses."""
+
+    place: str
+    tensors: Mapping[str, Any]
+    rows: list[Row]
+    outputs: list[Row]
 
 
 class Bench:
@@ -63,8 +76,20 @@ class Bench:
         raise NotImplementedError
 
     def real(self, capture: Mapping[str, Any]) -> list[Row]:
-        """Rows from captured tensors; empty where the unit has no counterpart in the model."""
+        """Rows from captured float tensors; empty where the unit has no counterpart in the model."""
         return []
+
+    def replays(self, config: Any) -> bool:
+        """Whether this bench's unit can stand where the pipeline has a unit of configuration ``config``: where they
+        are equal, unless overridden."""
+        return bool(config == self.config)
+
+    def recorded(self, tensors: Mapping[str, Any]) -> tuple[list[Row], list[Row]]:
+        """Input rows and output rows of what ``golden.llm.capture`` recorded of this unit at one place."""
+        raise NotImplementedError
+
+    def adopt(self, tensors: Mapping[str, Any]) -> None:
+        """Take the model's table from what was recorded at a place, for ``table()`` and ``expected()``."""
 
     def expected(self, rows: Sequence[Row]) -> list[Row]:
         raise NotImplementedError
@@ -94,6 +119,30 @@ class Bench:
         return self.unit.row_cycles(len(row))
 
     # -- shared ------------------------------------------------------------------------------------------------------
+    def replay(self, capture: Mapping[str, Any]) -> list[Replay]:
+        """What the integer pipeline sent through units of this configuration, place by place; empty where it has none
+        of them."""
+        found = []
+        for unit in recorded(capture):
+            if self.replays(unit.config):
+                found.append(Replay(str(unit), unit.tensors, *self.recorded(unit.tensors)))
+        return found
+
+    def agreed(self, replay: Replay) -> list[Row]:
+        """The recorded output rows, with those fields of the golden function's that the pipeline does not use.
+
+        Raises Mismatch where the golden function, called again, gives anything else than what was recorded."""
+        golden = self.expected(replay.rows)
+        for k, (wanted, row) in enumerate(zip(replay.outputs, golden, strict=True)):
+            for name, value in {**wanted.data, **wanted.row}.items():
+                again = row.data[name] if name in wanted.data else row.row[name]
+                if not np.array_equal(value, again):
+                    raise Mismatch(f"{replay.place}, row {k}: recorded {name} is not what the golden function gives")
+        return [
+            Row({**row.data, **wanted.data}, {**row.row, **wanted.row}, row.keep)
+            for wanted, row in zip(replay.outputs, golden, strict=True)
+        ]
+
     def lengths(self, maximum: int) -> list[int]:
         """Row lengths around the lane count, up to a maximum."""
         lanes = self.config.lanes
@@ -139,9 +188,9 @@ class Bench:
     def pack_input(self, rows: Sequence[Row], seed: int = 0) -> Beats:
         return Beats(words(self.input.pack(rows, np.random.default_rng(seed))))
 
-    def pack_expected(self, rows: Sequence[Row]) -> tuple[Beats, list[Row]]:
-        """Expected output beats of input rows, and the rows they came from."""
-        expected = self.expected(rows)
+    def pack_expected(self, rows: Sequence[Row], expected: list[Row] | None = None) -> tuple[Beats, list[Row]]:
+        """Expected output beats of input rows, and the rows they came from: the golden function's unless given."""
+        expected = self.expected(rows) if expected is None else expected
         last = [flag for row in expected for flag in [False] * (self.output.beats(row) - 1) + [True]]
         return Beats(words(self.output.pack(expected)), words(self.output.mask(expected)), last), expected
 

@@ -10,10 +10,13 @@ import pytest
 from click.testing import CliRunner
 
 import tb.simulate
-from golden.llm.capture import reference_capture_file
+from golden.llm.capture import load, recorded, reference_capture_file, save
+from golden.llm.checkpoint import REFERENCE
+from golden.llm.checkpoint import load as load_checkpoint
+from golden.llm.formats import SCHEMES
 from hw.catalog import UNITS, find
 from hw.verilog import LINT_WAIVERS, unit_verilog
-from tb.__main__ import main
+from tb.__main__ import main, planned
 from tb.bench import bench_of
 from tb.mutate import FAULTS, mutant
 from tb.packing import Packer, Row
@@ -70,6 +73,103 @@ def test_small_configuration_in_simulators(unit, simulator):
     row = tb.simulate.simulate(run)
     assert row["result"] == "PASS", row["failure"]
     assert row["vectors"] > 0
+
+
+# -- the integer pipeline's own vectors -------------------------------------------------------------------------------
+PIPELINE = [(entry.name, name) for entry in UNITS.values() for name in entry.configurations if "pipeline" in name]
+
+
+@pytest.fixture(scope="module")
+def capture():
+    return load(reference_capture_file())
+
+
+def pipeline_bench(unit, name="pipeline"):
+    return bench_of(unit, find(unit).configurations[name])
+
+
+def test_pipeline_configurations_are_those_of_the_model():
+    units = SCHEMES["integer"].units(load_checkpoint(REFERENCE).config)
+    for unit, name in PIPELINE:
+        wanted = {"rmsnorm": "norm", "requantize": name.removeprefix("pipeline_")}.get(unit, unit)
+        assert find(unit).configurations[name] == getattr(units, {"row": "up"}.get(wanted, wanted)), (unit, name)
+    assert {unit for unit, _ in PIPELINE} == {"softmax", "rmsnorm", "rope", "silu", "residual", "requantize"}
+
+
+def test_every_recorded_unit_has_a_bench_that_replays_it(capture):
+    kinds = {type(entry.configurations["small"]): entry.name for entry in UNITS.values()}
+    benches = {(unit, name): pipeline_bench(unit, name) for unit, name in PIPELINE}
+    found = recorded(capture)
+    replayed = [
+        [
+            unit
+            for (unit, _), bench in benches.items()
+            if unit == kinds.get(type(one.config)) and bench.replays(one.config)
+        ]
+        for one in found
+    ]
+    without = {type(one.config).__name__ for one, units in zip(found, replayed, strict=True) if not units}
+    assert without == {"LinearConfig", "FwhtConfig"}  # there is no hardware of these yet
+    assert all(len(units) <= 1 for units in replayed)
+    assert sum(map(len, replayed)) == sum(len(bench.replay(capture)) for bench in benches.values()) == 78
+
+
+def test_configurations_that_the_pipeline_does_not_have_are_not_replayed(capture):
+    row = find("requantize").configurations["pipeline_row"]
+    assert len(bench_of("requantize", row).replay(capture)) == 21
+    assert len(bench_of("requantize", row.replace(max_row=256)).replay(capture)) == 17  # all but the longest
+    assert bench_of("requantize", row.replace(lanes=4)).replay(capture) == []
+    for entry in UNITS.values():
+        bench = bench_of(entry.name, entry.configurations["small"])
+        assert bench.replay(capture) == []
+        bench.real(capture)  # finds its float tensors among the units
+
+
+@pytest.mark.parametrize("unit, name", PIPELINE)
+def test_recorded_vectors_replay_and_changed_ones_do_not(unit, name, capture):
+    """Golden function and unit both give what was recorded; neither gives it once an output or an input is changed."""
+    bench = pipeline_bench(unit, name)
+    one = bench.replay(capture)[-1]
+    bench.adopt(one.tensors)
+    one.rows, one.outputs = one.rows[-1:], one.outputs[-1:]
+    outputs = bench.agreed(one)
+    (field, values), *_ = one.outputs[0].data.items()
+    wrong = values.copy()
+    wrong[-1] ^= 1
+    changed = Row({**outputs[0].data, field: wrong}, outputs[0].row, outputs[0].keep)
+    right = session(bench, one.rows, "both random", 5, outputs)
+    with pytest.raises(Mismatch, match=f"{field}: got"):
+        simulate(bench, [(right, None), (session(bench, one.rows, expected=[changed]), None)])
+    assert right.done
+    one.outputs[0].data[field] = wrong
+    with pytest.raises(Mismatch, match=f"{one.place}, row 0: recorded {field} is not what the golden function gives"):
+        bench.agreed(one)
+    one.outputs[0].data[field] = values
+    (field, values), *_ = one.rows[0].data.items()
+    one.rows[0].data[field] = values[::-1]
+    with pytest.raises(Mismatch, match="is not what the golden function gives"):
+        bench.agreed(one)
+
+
+def test_simulators_drive_recorded_vectors_and_see_a_changed_one(capture, tmp_path):
+    tool = "verilator"
+    try:
+        tb.simulate.require(tool)
+    except tb.simulate.SimulatorMissing as missing:
+        pytest.skip(str(missing))
+    config = find("residual").configurations["pipeline"]
+    row = tb.simulate.simulate(
+        tb.simulate.Run("residual", "pipeline", config, tool, 500, reference_capture_file().resolve())
+    )
+    assert row["result"] == "PASS", row["failure"]
+    rows = len(capture["units/positions"])
+    assert row["real_rows"] == 2 * 4 * rows
+    changed = capture["units/2/mlp_residual/y"].astype(np.int64)
+    changed[3, 5] += 1
+    save(tmp_path / "changed.npz", {**capture, "units/2/mlp_residual/y": changed})
+    row = tb.simulate.simulate(tb.simulate.Run("residual", "pipeline", config, tool, 0, tmp_path / "changed.npz"))
+    assert row["result"] == "FAIL"
+    assert "real_tensors: layer 2, mlp_residual, row 3: recorded y is not what" in row["failure"]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -166,6 +266,18 @@ def test_wrong_command_lines_are_told_in_one_line(arguments, message):
     result = CliRunner().invoke(main, arguments)
     assert isinstance(result.exception, ValueError)
     assert message in str(result.exception)
+
+
+def test_configurations_are_chosen_by_name_and_pattern():
+    def names(units, configurations):
+        return [(run.unit, run.configuration) for run in planned(units, configurations, "verilator", 0)[0]]
+
+    assert names(("silu",), "paper,p*") == [("silu", "paper"), ("silu", "piecewise"), ("silu", "pipeline")]
+    assert [name for _, name in names(("requantize",), "pipeline_*,small")][-2:] == ["pipeline_gate", "small"]
+    assert set(names((), "pipeline*")) == set(PIPELINE)
+    assert len(names((), "all")) == sum(len(entry.configurations) for entry in UNITS.values())
+    with pytest.raises(ValueError, match=r"no unit has a configuration 'q\*'"):
+        planned((), "q*", "verilator", 0)
 
 
 def test_catalog_lists_each_unit_in_its_three_rooms():

@@ -21,9 +21,20 @@ from golden.llm import capture as captures
 from golden.llm import train
 from golden.llm.checkpoint import INDEX, REFERENCE, SINGLE, from_bfloat16, load, to_bfloat16
 from golden.llm.config import ModelConfig, RopeScaling
+from golden.llm.formats import SCHEMES
 from golden.llm.generate import generate_command
+from golden.llm.integer import IntegerDecoder
+from golden.llm.linear import LinearConfig, LinearWeights, linear
+from golden.llm.prepare import quantize
 from golden.llm.reference import Decoder, cross_entropy, generate, rope_frequencies, silu
 from golden.llm.tokenizer import HuggingFaceTokenizer, find_tokenizer, load_tokenizer, stream_text
+from golden.nonlinear.requantize import RequantizeConfig, requantize
+from golden.nonlinear.residual import ResidualConfig, residual
+from golden.nonlinear.rmsnorm import RmsNormConfig, rmsnorm
+from golden.nonlinear.rope import RopeConfig, rotate
+from golden.nonlinear.silu import SiluConfig, swiglu
+from golden.nonlinear.softmax import SoftmaxConfig, softmax
+from golden.rotated.fwht import FwhtConfig, fwht
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -694,7 +705,8 @@ def test_capture_recomputes_the_layer(tmp_path: Path, shared: Path) -> None:
     assert captures.provenance(found)["tokens"] == count
     assert captures.provenance(found)["text"] == "story"
     assert captures.provenance(found)["checkpoint_sha256"] == loaded.sha256()
-    assert all(v.dtype == np.float32 for k, v in found.items() if "/" in k and not k.endswith("/lengths"))
+    floats = captures.floats(found)
+    assert all(v.dtype == np.float32 for k, v in floats.items() if "/" in k and not k.endswith("/lengths"))
     assert found["1/scores"].shape == (c.heads * count, count)
     np.testing.assert_array_equal(found["1/lengths"], np.tile(np.arange(1, count + 1), c.heads))
 
@@ -725,6 +737,140 @@ def test_capture_recomputes_the_layer(tmp_path: Path, shared: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["story.npz"]
 
 
+# -- captures of the integer pipeline's units ---------------------------------------------------------------
+
+
+class Ids:
+    """A tokenizer for models that have none: a character is an id."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(character) - ord("a") for character in text]
+
+
+def recompute(unit: captures.Recorded, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Outputs of a recorded unit by the golden function of its configuration."""
+    c, t = unit.config, tensors
+    if isinstance(c, RequantizeConfig):
+        settings = {name: np.full(t["x"].shape[:-1], t[name]) for name in ("multiplier", "shift") if name in t}
+        found = requantize(c, t["x"], **settings)
+        return {name: value for name, value in zip("qec", found, strict=True) if value is not None}
+    if isinstance(c, RmsNormConfig):
+        out = rmsnorm(c, t["x"], t["gamma"], t["eps"], np.full(t["x"].shape[:-1], t["shift"]))
+        return dict(zip("qec", out, strict=True)) if isinstance(out, tuple) else {"y": out}
+    if isinstance(c, RopeConfig):
+        return {"y": rotate(c, t["x"], t["position"], t["steps"])}
+    if isinstance(c, SoftmaxConfig):
+        return {"p": softmax(c, t["x"], t["keep"])[0]}
+    if isinstance(c, SiluConfig):
+        return {"y": swiglu(c, t["gate"], t["up"])}
+    if isinstance(c, FwhtConfig):
+        return {"y": fwht(c, t["x"])}
+    if isinstance(c, ResidualConfig):
+        return {"y": residual(c, t["a"], t["b"], np.full(t["a"].shape[:-1], t["shift"])).y}
+    assert isinstance(c, LinearConfig)
+    weights = LinearWeights(
+        c, t["w"].astype(np.int8), t["m"].astype(np.uint16), int(t["down"]), t.get("bias", np.int32(0)).astype(np.int32)
+    )
+    return {"y": linear(weights, t["q"], t["e"], t["c"])}
+
+
+def check_units(found: captures.Capture) -> list[captures.Recorded]:
+    """Every unit gives what was recorded, and something else for another input."""
+    units = captures.recorded(found)
+    for unit in units:
+        outputs = recompute(unit, unit.tensors)
+        for name, value in outputs.items():
+            np.testing.assert_array_equal(unit.tensors[name], value, err_msg=f"{unit} {name}")
+        name = next(name for name in ("x", "a", "gate", "q") if name in unit.tensors)
+        changed = recompute(unit, {**unit.tensors, name: unit.tensors[name][..., ::-1]})
+        assert any(not np.array_equal(changed[name], value) for name, value in outputs.items()), str(unit)
+    return units
+
+
+def linked(found: captures.Capture, layer: int, *places: str) -> None:
+    """What comes out of each place goes into the next: places as ``PLACE/NAME``, in pairs."""
+    for out, into in zip(places[::2], places[1::2], strict=True):
+        first, second = found[f"units/{layer}/{out}"], found[f"units/{layer}/{into}"]
+        np.testing.assert_array_equal(first.ravel(), second.ravel(), err_msg=f"{out} {into}")
+
+
+def test_captured_units_recompute_exactly(tmp_path: Path, shared: Path) -> None:
+    checkpoint = shared / "data" / "stories260K.bin"
+    text = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park."
+    found = captures.capture(checkpoint, text, 22, every=4)
+    count = len(found["tokens"])
+    assert count == 22
+    assert found["units/positions"].tolist() == [0, 1, 5, 9, 13, 17, 21]
+    units = check_units(found)
+    # 2 norms of 2 steps, 7 matrices, 2 heads of 4 steps, values, softmax, context, 5 of the product, 2 residuals.
+    assert [unit.layer for unit in units] == [i for i in range(5) for _ in range(29)] + [5, 5, 5]
+    assert units[-1].place == "head" and units[-1].tensors["y"].shape == (7, captures.OUTPUTS)
+    for layer in range(5):
+        linked(
+            found, layer,
+            "attention_norm_requantize/q", "attention_norm/x", "attention_norm/q", "query/q", "query/y",
+            "query_requantize/x", "query_requantize/q", "query_rope/x", "query_rope/y", "query_fwht/x", "query_fwht/y",
+            "query_codes/x", "key_rope/y", "key_fwht/x", "key_fwht/y", "key_codes/x", "value/y", "value_codes/x",
+            "context_requantize/q", "output/q", "output/y", "attention_residual/b",
+            "attention_residual/y", "mlp_norm_requantize/x", "gate/y", "gate_requantize/x", "gate_requantize/q",
+            "silu/gate", "up_requantize/q", "silu/up", "silu/y", "product_fwht/x",
+            "product_fwht/y", "product_requantize/x", "product_requantize/q", "down/q", "down/y", "mlp_residual/b",
+        )  # fmt: skip
+
+    loaded = load(checkpoint)
+    model = quantize(loaded, SCHEMES["integer"])
+    logits = IntegerDecoder(model).forward(found["tokens"])
+    np.testing.assert_array_equal(found["units/5/head/y"], logits[found["units/positions"], : captures.OUTPUTS])
+    keep = found["units/3/softmax/keep"]
+    np.testing.assert_array_equal(keep, np.arange(count) <= found["units/positions"][:, None])
+    assert found["units/3/softmax/p"].dtype == np.uint16 and found["units/3/attention_norm/q"].dtype == np.int8
+    origin = captures.provenance(found)
+    assert (origin["every"], origin["formats"]["group"], origin["formats"]["transform"]) == (4, 64, True)
+    assert origin["quantized"]["source_sha256"] == loaded.sha256()
+
+    path = tmp_path / "units.npz"
+    captures.save(path, found)
+    again = captures.load(path)
+    assert [str(unit) for unit in captures.recorded(again)] == [str(unit) for unit in units]
+    again["units/0/silu/config"] = np.array('{"unit": "os.system", "fields": {}}')
+    refused = refusal(ValueError, captures.recorded, again)
+    assert refused == "units/0/silu/config: no configuration of a unit known here ('os.system')"
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_units_of_every_architecture_are_captured(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With biases, heads' own norms, windows; without the transform where a head is no power of two long."""
+    monkeypatch.setitem(TINY[family], "head_dim", TINY[family].get("head_dim", 8))
+    config, _ = write_huggingface(tmp_path, family)
+    loaded = load(tmp_path)
+    whole = captures._capture(loaded, Ids(), "hello" * 3, 15, "", every=1)  # type: ignore[arg-type]
+    units = check_units(whole)
+    places = {unit.place for unit in units}
+    assert ("query_norm" in places) == config.qk_norm
+    assert ("units/0/value/bias" in whole) == config.qkv_bias
+    assert captures.provenance(whole)["formats"]["transform"] == ("key_fwht" in places) == (config.head_dim == 8)
+    keep = whole["units/0/softmax/keep"]
+    position, key = np.arange(15)[:, None], np.arange(15)
+    window = config.windows[0] or 15
+    np.testing.assert_array_equal(keep, (key <= position) & (key > position - window))
+    # A prompt that attention reads in several blocks of queries.
+    monkeypatch.setattr("golden.llm.kvcache.BLOCK_SCORES", 15 * 4 * 4)
+    blocks = captures._capture(loaded, Ids(), "hello" * 3, 15, "", every=3)  # type: ignore[arg-type]
+    chosen = blocks["units/positions"]
+    for name in ("x", "p", "keep"):
+        kept = blocks["units/1/softmax/keep"] if name == "x" else True
+        wanted = whole[f"units/1/softmax/{name}"][..., chosen, :]
+        np.testing.assert_array_equal(blocks[f"units/1/softmax/{name}"] * kept, wanted * kept)
+
+
+def test_models_that_no_unit_can_run_give_float_tensors(tmp_path: Path) -> None:
+    write_huggingface(tmp_path, "llama")  # heads of six elements
+    found = captures._capture(load(tmp_path), Ids(), "hello", 5, "")  # type: ignore[arg-type]
+    assert captures.recorded(found) == []
+    assert found["1/query"].shape == (5, 4, 6)
+    assert captures.provenance(found)["units_refused"] == "head_dim must lie in 8..256, not 6"
+
+
 def test_captured_scores_in_a_window(tmp_path: Path) -> None:
     """With a sliding window a row starts at its first visible key."""
     scores = np.arange(2 * 4 * 4, dtype=np.float32).reshape(2, 4, 4)
@@ -742,6 +888,8 @@ def test_bad_captures(tmp_path: Path, shared: Path) -> None:
     np.savez(path, a=np.zeros(3))
     assert refusal(ValueError, captures.load, path) == f"{path}: not a capture: it has no provenance"
     assert refusal(ValueError, captures.capture, checkpoint, "a", 0) == "tokens must be positive, not 0"
+    found = refusal(ValueError, captures.capture, checkpoint, "a", 1, None, "", 0)
+    assert found == "every must be positive, not 0"
     away = tmp_path / "away"
     assert refusal(FileNotFoundError, captures.save, away / "x.npz", {}) == f"[Errno 2] no such folder: '{away}'"
     text = tmp_path / "x.txt"
@@ -758,6 +906,10 @@ def test_capture_command(tmp_path: Path, shared: Path) -> None:
     result = CliRunner().invoke(captures.capture_command, [*where, "--tokens", "9"])
     assert result.exit_code == 0, result.output
     assert captures.load(out)["0/gate"].shape == (9, 172)
+    assert captures.load(out)["units/0/silu/gate"].shape == (3, 172)
+    result = CliRunner().invoke(captures.capture_command, [*where, "--tokens", "9", "--every", "1"])
+    assert result.exit_code == 0, result.output
+    assert captures.load(out)["units/0/silu/gate"].shape == (9, 172)
 
 
 # -- the reference checkpoint -------------------------------------------------------------------------------
@@ -809,10 +961,15 @@ def test_reference_capture_is_kept(tmp_path: Path) -> None:
     assert path.stat().st_mtime_ns == stamp
     assert first["0/query"].shape == (64, 2, 128)
     assert first["3/scores"].shape == (128, 64)
+    assert first["units/3/up_requantize/x"].shape == (17, 768)
     np.testing.assert_array_equal(first["4/final_norm"], second["4/final_norm"])
     path.write_bytes(b"damaged")
     np.testing.assert_array_equal(captures.reference_capture(64, tmp_path)["3/up"], first["3/up"])
     assert captures.provenance(first)["text"] == "functools.py"
+    # Another formula anywhere in the golden model may give other outputs.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(captures, "_source_digest", lambda: "of other source")
+        assert captures.reference_capture_file(64, tmp_path) != path
 
 
 def test_training_a_little(tmp_path: Path) -> None:

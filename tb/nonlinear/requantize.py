@@ -119,20 +119,34 @@ class RequantizeBench(Bench):
             rows += [self.row(token) for token in x[::16]]
         return rows
 
+    def replays(self, config: Any) -> bool:
+        """The length of a row that a token-wise unit has room for does not show in shorter ones."""
+        if not isinstance(config, RequantizeConfig) or config.form != "token" or config.max_row > self.config.max_row:
+            return super().replays(config)
+        return config.replace(max_row=self.config.max_row) == self.config
+
+    def recorded(self, tensors: Mapping[str, Any]) -> tuple[list[Row], list[Row]]:
+        rows, outputs = [], []
+        settings = {name: int(tensors[name]) for name in ("multiplier", "shift") if name in tensors}
+        x, q = (tensors[name].reshape(-1, tensors[name].shape[-1]) for name in ("x", "q"))
+        scales = {name: tensors[name].reshape(len(x), -1) for name in ("e", "c") if name in tensors}
+        for k, (values, codes) in enumerate(zip(x, q, strict=True)):
+            rows.append(Row({"x": values}, settings))
+            outputs.append(Row({"q": codes}, self._scale(len(values), **{n: scale[k] for n, scale in scales.items()})))
+        return rows, outputs
+
     def expected(self, rows: Sequence[Row]) -> list[Row]:
         found = []
         for row in rows:
             result = requantize(self.config, row.data["x"], row.kept, row.row.get("multiplier"), row.row.get("shift"))
-            scale: dict[str, Any] = {}
-            if result.e is not None:
-                scale["e"] = self._per_beat(result.e, len(row))
-            if result.c is not None:
-                scale["code"] = self._per_beat(result.c - 4, len(row))
-            found.append(Row({"q": result.q}, scale, row.keep))
+            found.append(Row({"q": result.q}, self._scale(len(row), result.e, result.c), row.keep))
         return found
 
-    def _per_beat(self, values: Int, n: int) -> Int:
-        return np.repeat(values, self.config.block_beats)[: -(-n // self.config.lanes)]
+    def _scale(self, n: int, e: Int | None = None, c: Int | None = None) -> dict[str, Any]:
+        """Scale of each beat of a row of n elements, from those of its blocks."""
+        codes = {"e": e, "code": None if c is None else c - 4}
+        beats = -(-n // self.config.lanes)
+        return {name: np.repeat(v, self.config.block_beats)[:beats] for name, v in codes.items() if v is not None}
 
 
 BENCH = RequantizeBench

@@ -93,6 +93,11 @@ class ResidualBench(Bench):
                 rows.append(self.row(a, fine >> drop, drop - 14))
         return rows
 
+    def recorded(self, tensors: Mapping[str, Any]) -> tuple[list[Row], list[Row]]:
+        shift = int(tensors["shift"])
+        rows = [Row({"a": a, "b": b}, {"shift": shift}) for a, b in zip(tensors["a"], tensors["b"], strict=True)]
+        return rows, [Row({"y": y}) for y in tensors["y"]]
+
     def expected(self, rows: Sequence[Row]) -> list[Row]:
         found = []
         for row in rows:

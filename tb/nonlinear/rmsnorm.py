@@ -127,20 +127,36 @@ class RmsNormBench(Bench):
                 rows.append(self.row(x, integer_eps(config, 1e-5, len(x), scale), shift - k % 3))
         return rows
 
+    def recorded(self, tensors: Mapping[str, Any]) -> tuple[list[Row], list[Row]]:
+        n, eps, shift = tensors["x"].shape[-1], tensors["eps"].ravel(), int(tensors["shift"])
+        rows = [
+            Row({"x": x}, {"eps": int(own), "shift": shift})
+            for x, own in zip(tensors["x"].reshape(-1, n), eps, strict=True)
+        ]
+        if self.config.out == "token":
+            return rows, [Row({"y": y}) for y in tensors["y"].reshape(-1, n)]
+        parts = (tensors[name].reshape(len(rows), -1) for name in ("q", "e", "c"))
+        return rows, [Row({"q": q}, self._scale(e, c, n)) for q, e, c in zip(*parts, strict=True)]
+
+    def adopt(self, tensors: Mapping[str, Any]) -> None:
+        """The gains of the norm that was recorded; what lies beyond them in the table keeps its values."""
+        self.gamma[: len(tensors["gamma"])] = tensors["gamma"]
+
     def expected(self, rows: Sequence[Row]) -> list[Row]:
         found = []
         for row in rows:
             result = rmsnorm(self.config, row.data["x"], self.gamma, row.row["eps"], row.row["shift"], row.kept)
             if isinstance(result, Requantized):
                 assert result.e is not None and result.c is not None
-                scale = {"e": self._per_beat(result.e, len(row)), "code": self._per_beat(result.c - 4, len(row))}
-                found.append(Row({"q": result.q}, scale, row.keep))
+                found.append(Row({"q": result.q}, self._scale(result.e, result.c, len(row)), row.keep))
             else:
                 found.append(Row({"y": result}, {}, row.keep))
         return found
 
-    def _per_beat(self, values: Int, n: int) -> Int:
-        return np.repeat(values, self.config.requantizer.block_beats)[: -(-n // self.config.lanes)]
+    def _scale(self, e: Int, c: Int, n: int) -> dict[str, Any]:
+        """Scale of each beat of a row of n elements, from those of its groups."""
+        beats, per_group = -(-n // self.config.lanes), self.config.requantizer.block_beats
+        return {name: np.repeat(v, per_group)[:beats] for name, v in {"e": e, "code": c - 4}.items()}
 
     def table(self) -> list[tuple[int, int]]:
         config, words = self.config, []

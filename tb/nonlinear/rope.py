@@ -10,6 +10,7 @@ import numpy as np
 
 from golden.fixedpoint import bounds
 from golden.nonlinear.rope import RopeConfig, rope
+from hw.catalog import Entry
 from tb.bench import Bench, Case, Generator
 from tb.packing import Row
 
@@ -17,10 +18,10 @@ from tb.packing import Row
 class RopeBench(Bench):
     config: RopeConfig
 
-    @property
-    def steps(self) -> tuple[int, ...] | None:
-        """Llama 3's frequencies, unless the unit holds its own."""
-        return None if self.config.frozen else self.config.step_table(500_000, factor=8)
+    def __init__(self, entry: Entry, config: RopeConfig) -> None:
+        super().__init__(entry, config)
+        #: Llama 3's frequencies, unless the unit holds its own.
+        self.steps: tuple[int, ...] | None = None if config.frozen else config.step_table(500_000, factor=8)
 
     def table(self) -> list[tuple[int, int]]:
         writes = []
@@ -99,6 +100,16 @@ class RopeBench(Bench):
                 for head in np.rint(heads[k].astype(np.float64) / unit).clip(low, high).astype(np.int64):
                     rows.append(self.row(head[:n], head[half : half + n], far))
         return rows
+
+    def recorded(self, tensors: Mapping[str, Any]) -> tuple[list[Row], list[Row]]:
+        """A row for each head."""
+        shape = (-1, 2, self.config.pairs)
+        position = np.broadcast_to(tensors["position"], tensors["x"].shape[:-1]).ravel()
+        rows = [self.row(lo, hi, p) for (lo, hi), p in zip(tensors["x"].reshape(shape), position, strict=True)]
+        return rows, [Row({"lo": lo, "hi": hi}) for lo, hi in tensors["y"].reshape(shape)]
+
+    def adopt(self, tensors: Mapping[str, Any]) -> None:
+        self.steps = tuple(int(step) for step in tensors["steps"])
 
     def expected(self, rows: Sequence[Row]) -> list[Row]:
         groups: dict[int, list[int]] = defaultdict(list)

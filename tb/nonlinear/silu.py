@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from golden.fixedpoint import bounds
+from golden.llm.capture import floats
 from golden.nonlinear.exp import IbertConstants
 from golden.nonlinear.silu import SiluConfig, SiluConstants, swiglu
 from tb.bench import Bench, Case, Generator
@@ -107,7 +108,7 @@ class SiluBench(Bench):
     def real(self, capture: Mapping[str, Any]) -> list[Row]:
         """Gates and ups of the model's SwiGLU; ups on the power of two that their row's largest one allows."""
         rows = []
-        for name, gates in capture.items():
+        for name, gates in floats(capture).items():
             if not name.endswith("/gate"):
                 continue
             ups = capture[name.removesuffix("gate") + "up"]
@@ -121,6 +122,10 @@ class SiluBench(Bench):
                 up = np.rint(ups[k].astype(np.float64) * (top / max(float(np.abs(ups[k]).max()), 1e-30)))
                 rows.append(self.row(gate.astype(np.int64), up.astype(np.int64), k // 8))
         return rows
+
+    def recorded(self, tensors: Mapping[str, Any]) -> tuple[list[Row], list[Row]]:
+        rows = [Row({"gate": g, "up": u}) for g, u in zip(tensors["gate"], tensors["up"], strict=True)]
+        return rows, [Row({"y": y}) for y in tensors["y"]]
 
     def expected(self, rows: Sequence[Row]) -> list[Row]:
         found = []

@@ -223,6 +223,16 @@ class SoftmaxBench(Bench):
                 rows.append(self.row(x, scale=scale))
         return rows
 
+    def recorded(self, tensors: Mapping[str, Any]) -> tuple[list[Row], list[Row]]:
+        """A row for each head and query, up to the last key that it sees, in the mode that stores it."""
+        rows, outputs = [], []
+        for scores, found in zip(tensors["x"], tensors["p"], strict=True):
+            for x, keep, p in zip(scores, tensors["keep"], found, strict=True):
+                n = int(np.flatnonzero(keep)[-1]) + 1
+                rows.append(self.row(x[:n], keep[:n]))
+                outputs.append(Row({"p": p[:n]}))
+        return rows, outputs
+
     # -- golden ------------------------------------------------------------------------------------------------------
     def expected(self, rows: Sequence[Row]) -> list[Row]:
         """Output rows since reset: statistics live on from row to row."""
