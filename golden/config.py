@@ -1,7 +1,7 @@
 """Base class of every unit's configuration: one frozen dataclass that golden function and component share.
 
-A field is declared with :func:`integer`, :func:`choice` or :func:`flag`, which record its accepted values; the
-base class checks them, so that a unit only writes the conditions that tie several fields together.
+A field is declared with :func:`integer`, :func:`power_of_two`, :func:`choice` or :func:`flag`, which record its
+accepted values; the base class checks them, so that a unit only writes the conditions that tie several fields together.
 """
 
 from __future__ import annotations
@@ -15,6 +15,11 @@ from typing import Any, Self
 def integer(default: int, low: int, high: int, doc: str) -> Any:
     """Declare an integer field that accepts ``low..high``."""
     return dataclasses.field(default=default, metadata={"low": low, "high": high, "doc": doc})
+
+
+def power_of_two(default: int, low: int, high: int, doc: str) -> Any:
+    """Declare an integer field that accepts the powers of two from ``low`` to ``high``, both powers of two."""
+    return dataclasses.field(default=default, metadata={"low": low, "high": high, "power": True, "doc": doc})
 
 
 def choice(default: str, options: Sequence[str], doc: str) -> Any:
@@ -53,6 +58,8 @@ class UnitConfig:
                     raise ValueError(f"{field.name} must be an integer, not {value!r}") from None
                 if not meta["low"] <= number <= meta["high"]:
                     raise ValueError(f"{field.name} must lie in {meta['low']}..{meta['high']}, not {number}")
+                if "power" in meta and number & (number - 1):
+                    raise ValueError(f"{field.name} must be a power of two, not {number}")
                 object.__setattr__(self, field.name, number)
         self.validate()
 

@@ -1,13 +1,17 @@
 """Walsh-Hadamard transform of a row of integers, unnormalised and exact.
 
-``y = H x`` with ``H[i, j] = (-1)**popcount(i & j)``:
+``y = H x`` with ``H[i, j] = (-1)**popcount(i & j)``: natural (Hadamard) order. Nothing is rounded, so that any way of
+computing it gives the same y; here it is the exact product with H itself. y has ``log2(size)`` bits more than x.
+``H H = size * I``, so that the transform is its own inverse up to the factor ``size``, and
+``(H q) . (H k) = size * (q . k)``.
 
-In hardware, ``log2(size)`` stages of butterflies ``(a + b, a - b)`` over elements that lie 1, 2, 4, … apart (natural
-order). Nothing is rounded, so that any way gives the same y; here it is the exact product with H itself. y has
-``log2(size)`` bits more than x. ``H H = size * I``, so that the transform is its own inverse up to the factor ``size``,
-and ``(H q) . (H k) = size * (q . k)``.
+In hardware, ``log2(size)`` stages of butterflies ``(a + b, a - b)``. The parallel form has them all, over elements
+that lie 1, 2, 4, … apart, one row per cycle. The folded form has ``butterflies`` of them and goes round: each stage
+pairs the neighbours 2i and 2i + 1 and puts their sum at i, their difference at i + size / 2, which is the same wiring
+in every stage, and natural order again after the last.
 
-Source: AXELRAM (the rotation of its write and read paths).
+Source: AXELRAM (the rotation of its write and read paths). A row of 128 takes 448 butterflies: 896 adders and
+subtractors, where the paper counts 448.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import ArrayLike
 
-from golden.config import UnitConfig, integer
+from golden.config import UnitConfig, choice, integer, power_of_two
 from golden.fixedpoint import Int, Stationary, check
 
 
@@ -31,15 +35,22 @@ class FwhtConfig(UnitConfig):
     Raises
     ------
     ValueError
-        Beside the range of each field: a ``size`` that is no power of two.
+        Beside the range of each field: more ``butterflies`` than a stage of the folded form has.
     """
 
-    size: int = integer(128, 2, 256, "elements of a row, a power of two")
+    size: int = power_of_two(128, 2, 256, "elements of a row, a power of two")
     in_bits: int = integer(16, 2, 32, "width of x")
+    form: str = choice("parallel", ("parallel", "folded"), "all stages at once, or one after the other")
+    butterflies: int = power_of_two(1, 1, 128, "folded: butterflies per cycle, a power of two")
 
     def validate(self) -> None:
-        if self.size & (self.size - 1):
-            raise ValueError(f"size must be a power of two, not {self.size}")
+        if self.butterflies > self.size // 2:
+            raise ValueError(f"butterflies must be at most size / 2 = {self.size // 2}, not {self.butterflies}")
+
+    @property
+    def lanes(self) -> int:
+        """Elements per beat: a row is one beat."""
+        return self.size
 
     @cached_property
     def stages(self) -> int:
@@ -49,6 +60,11 @@ class FwhtConfig(UnitConfig):
     def out_bits(self) -> int:
         """Width of y: one bit more per stage."""
         return self.in_bits + self.stages
+
+    @cached_property
+    def cycles(self) -> int:
+        """Folded: cycles of a row."""
+        return self.stages * self.size // (2 * self.butterflies)
 
 
 @lru_cache
