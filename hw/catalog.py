@@ -87,14 +87,20 @@ class Entry:
                 elif "flag" in meta:
                     values[item.name] = generator.random() < 0.5
                 else:
-                    high = min(meta["high"], 5) if item.name == "lanes" else meta["high"]
-                    values[item.name] = generator.randint(meta["low"], high)
+                    high = min(meta["high"], _SAMPLED.get(item.name, meta["high"]))
+                    if "power" in meta:
+                        values[item.name] = 1 << generator.randint(meta["low"].bit_length() - 1, high.bit_length() - 1)
+                    else:
+                        values[item.name] = generator.randint(meta["low"], high)
             try:
                 return kind(**values)
             except ValueError:
                 continue
         raise RuntimeError(f"no legal configuration of {self.name} in {tries} tries")
 
+
+#: Largest values of these fields in random configurations.
+_SAMPLED = {"lanes": 5, "size": 32, "patterns": 9}
 
 #: What the golden integer pipeline calls for: the `pipeline` configurations are these, not copies of them.
 _PIPELINE = SCHEMES["integer"].units(

@@ -1,4 +1,5 @@
-"""A stallable pipeline: stages of registers that all move together, and a skid buffer to cut the ready chain."""
+"""A stallable pipeline: stages of registers that all move together; a skid buffer to cut the ready chain; and changes
+of width between beats and whole rows."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import Any
 
 from amaranth.hdl import Array, Module, Mux, Shape, Signal, Value, ValueCastable  # noqa: F401
 from amaranth.lib import stream
+from amaranth.lib.data import ArrayLayout
 from amaranth.lib.wiring import Component, In, Out
 
 
@@ -86,4 +88,70 @@ class SkidBuffer(Component):
             m.d.sync += [full.eq(1)]
         with m.If(~full):
             m.d.sync += spare.eq(Value.cast(i.payload))
+        return m
+
+
+class Collect(Component):
+    """Whole rows from their beats: the row that ``beats`` beats of ``lanes`` elements make, the first beat lowest.
+
+    Registers that shift by a beat. A row is valid one cycle after its last beat was accepted; while it is taken, the
+    next row's first beat is accepted. Ports: stream ``i`` of ``lanes`` elements of ``shape``, stream ``o`` of all.
+    """
+
+    def __init__(self, shape: Any, lanes: int, beats: int) -> None:
+        self.shape, self.lanes, self.beats = shape, lanes, beats
+        super().__init__(
+            {
+                "i": In(stream.Signature(ArrayLayout(shape, lanes))),
+                "o": Out(stream.Signature(ArrayLayout(shape, lanes * beats))),
+            }
+        )
+
+    def elaborate(self, platform: Any) -> Module:
+        m = Module()
+        i, o = self.i, self.o
+        row = [Signal(self.shape, name=f"row{k}", reset_less=True) for k in range(self.lanes * self.beats)]
+        count = Signal(range(self.beats + 1))
+        full = count == self.beats
+        m.d.comb += [o.valid.eq(full), i.ready.eq(~full | o.ready)]
+        m.d.comb += [o.payload[k].eq(value) for k, value in enumerate(row)]
+        with m.If(i.valid & i.ready):
+            moved = row[self.lanes :] + [i.payload[k] for k in range(self.lanes)]
+            m.d.sync += [a.eq(b) for a, b in zip(row, moved, strict=True)]
+            m.d.sync += count.eq(Mux(full, 1, count + 1))
+        with m.Elif(o.ready & full):
+            m.d.sync += count.eq(0)
+        return m
+
+
+class Spread(Component):
+    """Beats of whole rows: the reverse of :class:`Collect`.
+
+    Registers that shift by a beat. The first beat is valid one cycle after the row was accepted; while the last one is
+    taken, the next row is accepted. Ports: stream ``i`` of ``lanes * beats`` elements of ``shape``, stream ``o`` of
+    ``lanes``.
+    """
+
+    def __init__(self, shape: Any, lanes: int, beats: int) -> None:
+        self.shape, self.lanes, self.beats = shape, lanes, beats
+        super().__init__(
+            {
+                "i": In(stream.Signature(ArrayLayout(shape, lanes * beats))),
+                "o": Out(stream.Signature(ArrayLayout(shape, lanes))),
+            }
+        )
+
+    def elaborate(self, platform: Any) -> Module:
+        m = Module()
+        i, o = self.i, self.o
+        row = [Signal(self.shape, name=f"row{k}", reset_less=True) for k in range(self.lanes * self.beats)]
+        left = Signal(range(self.beats + 1))
+        m.d.comb += [o.valid.eq(left.any()), i.ready.eq((left == 0) | ((left == 1) & o.ready))]
+        m.d.comb += [o.payload[k].eq(row[k]) for k in range(self.lanes)]
+        with m.If(i.valid & i.ready):
+            m.d.sync += [a.eq(i.payload[k]) for k, a in enumerate(row)]
+            m.d.sync += left.eq(self.beats)
+        with m.Elif(o.valid & o.ready):
+            m.d.sync += [a.eq(b) for a, b in zip(row, row[self.lanes :])]
+            m.d.sync += left.eq(left - 1)
         return m

@@ -30,6 +30,13 @@ def row_layout(lanes: int, data: dict[str, Any], row: dict[str, Any] | None = No
     return StructLayout(fields | {"keep": lanes, "last": 1} | (row or {}))
 
 
+def beat_layout(data: dict[str, Any], lanes: int, row: dict[str, Any] | None = None) -> StructLayout:
+    """Layout of one beat of a stream whose rows have a fixed number of whole beats: :func:`row_layout` without
+    ``keep`` and ``last``."""
+    fields: dict[str, Any] = {name: ArrayLayout(shape, lanes) for name, shape in data.items()}
+    return StructLayout(fields | (row or {}))
+
+
 def table_layout(depth: int, shape: Any) -> StructLayout:
     """Layout of one write into a per-model table (gamma, codebook): ``address`` and ``data``."""
     return StructLayout({"address": max(1, (depth - 1).bit_length()), "data": shape})

@@ -1,0 +1,1 @@
+"""Components of AXELRAM: rotate, quantize, look up."""
