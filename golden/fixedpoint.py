@@ -40,6 +40,11 @@ def bounds(bits: int, signed: bool = True) -> tuple[int, int]:
     return (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if signed else (0, (1 << bits) - 1)
 
 
+def address_bits(depth: int) -> int:
+    """Width of an address of ``depth`` words: at least 1."""
+    return max(1, (depth - 1).bit_length())
+
+
 def extremes(x: NDArray[Any]) -> tuple[int, int]:
     """Smallest and largest value of an integer array that is not empty. (NumPy finds the place of an extreme of a short
     array in a fifth of the time that it takes to reduce the array to it.)"""

@@ -100,6 +100,14 @@ def adder_tree(values: Sequence[Any]) -> Value:
     return tree(values, lambda a, b: a + b)
 
 
+def add_or_subtract(a: Value, b: Value, subtract: Value) -> Value:
+    """``a + b``, or ``a - b``, of two signed words with one adder: signed, one bit more than a, which has to hold the
+    result. The carry into the sum completes the negation."""
+    flipped = Cat(b) ^ subtract.replicate(len(b))
+    total = Cat(C(1, 1), a).as_signed() + Cat(subtract, flipped).as_signed()
+    return total[1 : len(a) + 2].as_signed()
+
+
 def magnitude(x: Value) -> Value:
     """Absolute value of a signed word, unsigned and of the same width (the smallest value becomes 2**(n-1))."""
     x = Value.cast(x)

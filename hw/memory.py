@@ -9,6 +9,8 @@ from amaranth.lib import stream
 from amaranth.lib.memory import Memory
 from amaranth.lib.wiring import Component, In, Out
 
+from golden.fixedpoint import address_bits
+
 
 class RowMemory(Component):
     """Simple dual-port memory: one synchronous write port, one synchronous read port (data one cycle after ``read``).
@@ -19,7 +21,7 @@ class RowMemory(Component):
 
     def __init__(self, depth: int, width: int, init: Any = ()) -> None:
         self.depth, self.width, self.init = depth, width, init
-        address = max(1, (depth - 1).bit_length())
+        address = address_bits(depth)
         super().__init__(
             {
                 "write_address": In(address),

@@ -9,6 +9,7 @@ from amaranth.lib.data import ArrayLayout, StructLayout
 from amaranth.lib.wiring import Component, In, Out
 
 from golden.config import UnitConfig
+from golden.fixedpoint import address_bits
 
 
 def row_layout(lanes: int, data: dict[str, Any], row: dict[str, Any] | None = None) -> StructLayout:
@@ -26,8 +27,7 @@ def row_layout(lanes: int, data: dict[str, Any], row: dict[str, Any] | None = No
     ``keep`` has one bit a lane (AXI4-Stream TKEEP) and ``last`` marks the row's last beat (TLAST); only that beat may
     be partial, unless a unit says otherwise.
     """
-    fields: dict[str, Any] = {name: ArrayLayout(shape, lanes) for name, shape in data.items()}
-    return StructLayout(fields | {"keep": lanes, "last": 1} | (row or {}))
+    return beat_layout(data, lanes, {"keep": lanes, "last": 1} | (row or {}))
 
 
 def beat_layout(data: dict[str, Any], lanes: int, row: dict[str, Any] | None = None) -> StructLayout:
@@ -39,7 +39,7 @@ def beat_layout(data: dict[str, Any], lanes: int, row: dict[str, Any] | None = N
 
 def table_layout(depth: int, shape: Any) -> StructLayout:
     """Layout of one write into a per-model table (gamma, codebook): ``address`` and ``data``."""
-    return StructLayout({"address": max(1, (depth - 1).bit_length()), "data": shape})
+    return StructLayout({"address": address_bits(depth), "data": shape})
 
 
 class Unit(Component):

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from golden.config import UnitConfig, choice, integer, power_of_two
-from golden.fixedpoint import Int
+from golden.fixedpoint import Int, address_bits
 from golden.rotated.lloyd_max import MAX_BITS
 from golden.rotated.read_path import ReadPathConfig, read_path
 from golden.rotated.write_path import WritePathConfig, write_path
@@ -76,7 +76,7 @@ class AxelramConfig(UnitConfig):
     @cached_property
     def address_bits(self) -> int:
         """Width of an address."""
-        return max(1, (self.capacity - 1).bit_length())
+        return address_bits(self.capacity)
 
 
 class Axelram:
@@ -89,7 +89,8 @@ class Axelram:
         self.written = np.zeros(config.capacity, bool)
 
     def write(self, address: ArrayLike, x: ArrayLike, signs: ArrayLike, exponent: ArrayLike = 0) -> None:
-        """Write rows x (…, size) with one sign pattern (size,), or one a row, to the addresses (…)."""
+        """Write rows x (…, size) with one sign pattern (size,), or one a row, to the addresses (…), in order: of
+        several writes to one address the last one stays."""
         place = self._checked(address)
         self.index[place], self.norm[place] = write_path(self.config.write, x, signs, exponent)
         self.written[place] = True

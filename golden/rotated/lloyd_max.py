@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.polynomial.legendre import leggauss
@@ -40,13 +40,20 @@ FRACTION_BITS = 12
 CODE_BITS = 14
 
 Real = NDArray[np.float64]
+Words = TypeVar("Words")
 
 
-class Codebook(NamedTuple):
+class Codebook(NamedTuple, Generic[Words]):
     """Positive half of a symmetric codebook: 2**(bits - 1) - 1 thresholds and 2**(bits - 1) centroids, ascending."""
 
-    thresholds: Any
-    centroids: Any
+    thresholds: Words
+    centroids: Words
+
+
+def check_dimension(dimension: int) -> None:
+    """What a configuration's field of that name accepts, beside its range: 0, or at least 4. ValueError otherwise."""
+    if 0 < dimension < 4:
+        raise ValueError(f"dimension must be 0 or lie in 4..256, not {dimension}")
 
 
 def _density(x: Real, dimension: int) -> Real:
@@ -57,7 +64,7 @@ def _density(x: Real, dimension: int) -> Real:
 
 
 @lru_cache
-def solve(bits: int, dimension: int = 0) -> Codebook:
+def solve(bits: int, dimension: int = 0) -> Codebook[Real]:
     """Codebook of a coordinate of variance 1, in float64.
 
     ``dimension`` 0 is the normal distribution, the limit that the paper uses; from 4 on, a coordinate of a uniformly
@@ -96,7 +103,7 @@ def solve(bits: int, dimension: int = 0) -> Codebook:
 
 
 @lru_cache
-def codebook(bits: int, fraction_bits: int = FRACTION_BITS, dimension: int = 0) -> Codebook:
+def codebook(bits: int, fraction_bits: int = FRACTION_BITS, dimension: int = 0) -> Codebook[tuple[int, ...]]:
     """The same in integers with ``fraction_bits``: tuples, rounded to nearest."""
     real = solve(bits, dimension)
     return Codebook(*(tuple(int(v) for v in np.rint(part * (1 << fraction_bits))) for part in real))
@@ -119,8 +126,7 @@ class LloydMaxConfig(UnitConfig):
     dimension: int = integer(0, 0, 256, "scaled, frozen: codebook of a sphere in so many dimensions, 0 of a normal one")
 
     def validate(self) -> None:
-        if self.dimension and self.dimension < 4:
-            raise ValueError(f"dimension must be 0 or lie in 4..256, not {self.dimension}")
+        check_dimension(self.dimension)
         if self.form == "frozen":
             top = max(self.positive, default=0)
             if top >> (self.in_bits - 1):
@@ -138,8 +144,7 @@ class LloydMaxConfig(UnitConfig):
     @cached_property
     def positive(self) -> tuple[int, ...]:
         """Scaled, frozen: the positive thresholds with ``fraction_bits``."""
-        found: tuple[int, ...] = codebook(self.bits, self.fraction_bits, self.dimension).thresholds
-        return found
+        return codebook(self.bits, self.fraction_bits, self.dimension).thresholds
 
     @cached_property
     def factor_bits(self) -> int:
@@ -164,7 +169,7 @@ def quantize(config: LloydMaxConfig, y: ArrayLike, norm: ArrayLike = 0, threshol
         positive = check("thresholds", thresholds, config.in_bits - 1, signed=False)
         if positive.shape != (config.count,) or (np.diff(positive) < 0).any():
             raise ValueError(f"there must be {config.count} thresholds in ascending order, not {positive.tolist()}")
-        each = [positive[k] for k in range(config.count)]
+        each = list(positive)
         empty: Any = False
     elif config.form == "frozen":
         each = [np.int64(t) for t in config.positive]

@@ -29,9 +29,9 @@ from numpy.typing import ArrayLike
 
 from golden import float16
 from golden.config import UnitConfig, choice, integer, power_of_two
-from golden.fixedpoint import Int, as_int, check, matmul, round_shift, saturate
+from golden.fixedpoint import Int, address_bits, as_int, check, matmul, round_shift, saturate
 from golden.rotated.fwht import FwhtConfig, fwht
-from golden.rotated.lloyd_max import CODE_BITS, FRACTION_BITS, MAX_BITS, codebook
+from golden.rotated.lloyd_max import CODE_BITS, FRACTION_BITS, MAX_BITS, check_dimension, codebook
 from golden.rotated.signs import flip
 
 
@@ -60,8 +60,7 @@ class ReadPathConfig(UnitConfig):
     def validate(self) -> None:
         if self.build_lanes > self.size:
             raise ValueError(f"build_lanes must be at most size = {self.size}, not {self.build_lanes}")
-        if self.dimension and self.dimension < 4:
-            raise ValueError(f"dimension must be 0 or lie in 4..256, not {self.dimension}")
+        check_dimension(self.dimension)
         if self.form == "integer" and self.table_bits <= self.code_bits:
             # So that rounding never reaches the next power of two, and an entry's negative has its width.
             raise ValueError(f"table_bits must be above the centroids' {self.code_bits}, not {self.table_bits}")
@@ -86,8 +85,7 @@ class ReadPathConfig(UnitConfig):
     @cached_property
     def frozen(self) -> tuple[int, ...]:
         """The frozen codebook's positive centroids, ascending, with ``FRACTION_BITS`` fraction bits."""
-        found: tuple[int, ...] = codebook(self.bits, FRACTION_BITS, self.dimension).centroids
-        return found
+        return codebook(self.bits, FRACTION_BITS, self.dimension).centroids
 
     @cached_property
     def code_bits(self) -> int:
@@ -127,7 +125,7 @@ class ReadPathConfig(UnitConfig):
     @cached_property
     def pattern_bits(self) -> int:
         """Width of a pattern's number."""
-        return max(1, (self.patterns - 1).bit_length())
+        return address_bits(self.patterns)
 
 
 def centroids_of(config: ReadPathConfig, centroids: ArrayLike | None) -> Int:

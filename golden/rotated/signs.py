@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from golden.config import UnitConfig, choice, integer, power_of_two
-from golden.fixedpoint import Int, bounds, check
+from golden.fixedpoint import Int, address_bits, bounds, check
 
 #: Seeds of the paper's patterns: its default, and what lies between two layers and between keys and values.
 PAPER_SEED = 42
@@ -53,7 +53,7 @@ class SignsConfig(UnitConfig):
     @cached_property
     def pattern_bits(self) -> int:
         """Width of a pattern's number."""
-        return max(1, (self.patterns - 1).bit_length())
+        return address_bits(self.patterns)
 
     @cached_property
     def rom(self) -> tuple[int, ...]:

@@ -25,9 +25,9 @@ from numpy.typing import ArrayLike
 
 from golden import float16
 from golden.config import UnitConfig, integer, power_of_two
-from golden.fixedpoint import Int, as_int, check, matmul, round_shift, saturate
+from golden.fixedpoint import Int, address_bits, as_int, check, matmul, round_shift, saturate
 from golden.rotated.fwht import FwhtConfig, fwht
-from golden.rotated.lloyd_max import CODE_BITS, FRACTION_BITS, MAX_BITS, codebook
+from golden.rotated.lloyd_max import CODE_BITS, FRACTION_BITS, MAX_BITS, check_dimension, codebook
 from golden.rotated.read_path import memberships
 from golden.rotated.signs import flip
 
@@ -59,8 +59,7 @@ class ValuePathConfig(UnitConfig):
     def validate(self) -> None:
         if self.drain_lanes > self.size:
             raise ValueError(f"drain_lanes must be at most size = {self.size}, not {self.drain_lanes}")
-        if self.dimension and self.dimension < 4:
-            raise ValueError(f"dimension must be 0 or lie in 4..256, not {self.dimension}")
+        check_dimension(self.dimension)
         if self.z_drop < 0:
             limit = self.weight_bits + CODE_BITS + 1
             raise ValueError(f"z_bits must be at most weight_bits + {CODE_BITS + 1} = {limit}, not {self.z_bits}")
@@ -81,8 +80,7 @@ class ValuePathConfig(UnitConfig):
     @cached_property
     def centroids(self) -> tuple[int, ...]:
         """Positive centroids, ascending, with ``FRACTION_BITS`` fraction bits."""
-        found: tuple[int, ...] = codebook(self.bits, FRACTION_BITS, self.dimension).centroids
-        return found
+        return codebook(self.bits, FRACTION_BITS, self.dimension).centroids
 
     @cached_property
     def drop(self) -> int:
@@ -112,7 +110,7 @@ class ValuePathConfig(UnitConfig):
     @cached_property
     def pattern_bits(self) -> int:
         """Width of a pattern's number."""
-        return max(1, (self.patterns - 1).bit_length())
+        return address_bits(self.patterns)
 
 
 def weights(config: ValuePathConfig, p: ArrayLike, norm: ArrayLike, top: ArrayLike) -> Int:

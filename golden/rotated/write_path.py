@@ -20,7 +20,7 @@ from typing import NamedTuple
 from numpy.typing import ArrayLike
 
 from golden.config import UnitConfig, integer, power_of_two
-from golden.fixedpoint import Int, check, isqrt, within
+from golden.fixedpoint import Int, address_bits, check, isqrt, within
 from golden.float16 import from_integer
 from golden.rotated.fwht import FwhtConfig, fwht
 from golden.rotated.lloyd_max import MAX_BITS, LloydMaxConfig, quantize
@@ -93,7 +93,7 @@ class WritePathConfig(UnitConfig):
     @cached_property
     def pattern_bits(self) -> int:
         """Width of a pattern's number."""
-        return max(1, (self.patterns - 1).bit_length())
+        return address_bits(self.patterns)
 
     @cached_property
     def vector_bits(self) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 from amaranth.hdl import C, Cat, Module, Mux, Signal, Value, signed, unsigned
 from amaranth.lib.data import ArrayLayout
 
+from golden.fixedpoint import address_bits
 from golden.nonlinear.rope import GUARD_BITS, RopeConfig
 from hw.arithmetic import round_shift, saturate
 from hw.memory import RowMemory
@@ -51,7 +52,7 @@ class Rope(Unit):
         m.d.comb += [advance.eq(~o.valid | o.ready), i.ready.eq(advance)]
 
         # Number of the beat within its head.
-        beat = Signal(max(1, (config.beats - 1).bit_length()))
+        beat = Signal(address_bits(config.beats))
         with m.If(i.valid & i.ready):
             m.d.sync += beat.eq(Mux(i.payload.last | (beat == config.beats - 1), 0, beat + 1))
 

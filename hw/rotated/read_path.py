@@ -14,7 +14,7 @@ from golden import float16 as golden_float16
 from golden.rotated.lloyd_max import FRACTION_BITS
 from golden.rotated.read_path import ReadPathConfig
 from hw import float16
-from hw.arithmetic import round_shift
+from hw.arithmetic import add_or_subtract, round_shift
 from hw.memory import RowMemory
 from hw.nonlinear.requantize import narrow_by
 from hw.pipeline import Pipeline, Spread
@@ -72,11 +72,7 @@ class SignedTree(Component):
                 continue
             sums = []
             for k in range(0, len(values), 2):
-                a, b, differ = values[k], values[k + 1], signs[k] ^ signs[k + 1]
-                # The carry into the sum completes the negation.
-                flipped = Cat(b) ^ differ.replicate(len(b))
-                total = Cat(C(1, 1), a).as_signed() + Cat(differ, flipped).as_signed()
-                sums.append(total[1 : len(a) + 2].as_signed())
+                sums.append(add_or_subtract(values[k], values[k + 1], signs[k] ^ signs[k + 1]))
             values, signs = pipe.stage(sums, signs[::2])
         m.d.comb += self.sum.eq(values[0])
         m.d.comb += self.sum_negative.eq(0 if self.binary16 else signs[0])

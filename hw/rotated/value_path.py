@@ -8,7 +8,7 @@ from amaranth.hdl import C, Cat, Module, Mux, Signal, Value, signed, unsigned
 
 from golden.rotated.value_path import PROBABILITY_BITS, PRODUCT_BITS, ValuePathConfig
 from hw import float16
-from hw.arithmetic import adder_tree, round_shift, round_shift_by, saturate
+from hw.arithmetic import add_or_subtract, adder_tree, round_shift, round_shift_by, saturate
 from hw.memory import RowMemory
 from hw.nonlinear.requantize import narrow_by
 from hw.pipeline import Collect, Pipeline, Spread
@@ -67,15 +67,15 @@ class ValuePath(Unit):
         mantissa, biased = float16.parts(i.payload.norm)
         finer = (i.payload.top - biased)[:5]
         product, finer = pipe.stage((i.payload.p * mantissa)[:PRODUCT_BITS], finer)
-        # The bits below the last that the shortest shift drops only matter through one guard bit.
         amount = config.drop + finer
         weight = pipe.stage(round_shift_by(product, amount, config.drop + 31)[: config.weight_bits])
 
         # -- bins ------------------------------------------------------------------------------------------------------
-        ended, shifting, free = Signal(), Signal(), Signal()
+        # A row that has ended waits in the bins, then leaves them; meanwhile nothing is added.
+        waiting, draining, shifting, free = Signal(), Signal(), Signal(), Signal()
         first = Signal(init=1)
         add = Signal()
-        m.d.comb += [advance.eq(~ended), add.eq(pipe.valid & advance)]
+        m.d.comb += [advance.eq(~(waiting | draining)), add.eq(pipe.valid & advance)]
         bins = [
             [
                 Signal(signed(config.bin_bits), name=f"bin{k}_{j}", reset_less=True)
@@ -86,18 +86,18 @@ class ValuePath(Unit):
         for k, row in enumerate(bins):
             which, negative = cell(pipe["index"][k])
             before = Mux(first, 0, pick(row, which))
-            term = Cat(weight, C(0, 1)) ^ negative.replicate(config.weight_bits + 1)
-            total = Cat(C(1, 1), before).as_signed() + Cat(negative, term).as_signed()
-            after = total[1 : config.bin_bits + 1].as_signed()
+            after = add_or_subtract(before, Cat(weight, C(0, 1)), negative)
             following = bins[(k + config.drain_lanes) % config.size]
             for j, word in enumerate(row):
                 with m.If(add):
                     m.d.sync += word.eq(Mux(which == j, after, Mux(first, 0, word)))
                 with m.Elif(shifting):
                     m.d.sync += word.eq(following[j])
+        last_top, last_pattern = Signal(5, reset_less=True), Signal(config.pattern_bits, reset_less=True)
         drain_top, drain_pattern = Signal(5, reset_less=True), Signal(config.pattern_bits, reset_less=True)
         with m.If(add):
-            m.d.sync += [first.eq(pipe["last"]), ended.eq(pipe["last"])]
+            m.d.sync += [first.eq(pipe["last"]), waiting.eq(pipe["last"])]
+            m.d.sync += [last_top.eq(pipe["top"]), last_pattern.eq(pipe["pattern"])]
 
         # -- codebook --------------------------------------------------------------------------------------------------
         m.submodules.collect = collect = Collect(signed(config.z_bits), config.drain_lanes, self.beats)
@@ -106,13 +106,6 @@ class ValuePath(Unit):
         # Whose bins these are stays written down until the transform has taken the row.
         held, beat = Signal(), Signal(range(self.beats))
         start, finish = Signal(), Signal()
-        waiting = Signal()  # the row has ended, and its bins are not yet on their way
-        with m.If(add & pipe["last"]):
-            m.d.sync += waiting.eq(1)
-        last_top, last_pattern = Signal(5, reset_less=True), Signal(config.pattern_bits, reset_less=True)
-        with m.If(add):
-            m.d.sync += [last_top.eq(pipe["top"]), last_pattern.eq(pipe["pattern"])]
-        draining = Signal()
         m.d.comb += [
             start.eq(waiting & ~held),
             shifting.eq(draining & moved),
@@ -125,7 +118,7 @@ class ValuePath(Unit):
         with m.If(free):
             m.d.sync += held.eq(0)
         with m.If(finish):
-            m.d.sync += [draining.eq(0), ended.eq(0)]
+            m.d.sync += draining.eq(0)
         with m.If(shifting):
             m.d.sync += beat.eq(Mux(finish, 0, beat + 1))
         code = Pipeline(m, moved, draining, name="code")

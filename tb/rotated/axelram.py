@@ -9,10 +9,9 @@ import numpy as np
 
 from golden.fixedpoint import bounds
 from golden.rotated.axelram import Axelram, AxelramConfig
-from golden.rotated.signs import from_word, word
 from tb.bench import Bench, Case, Generator
 from tb.packing import Packer, Row
-from tb.rotated.signs import table_words
+from tb.rotated.signs import beat_words, table_signs
 from tb.rotated.vectors import corners, filling, heads, random_vector, random_vectors
 
 
@@ -25,7 +24,7 @@ class AxelramBench(Bench):
         super().__init__(entry, config)
         c = self.config
         self.output = Packer(self.unit.o.payload.shape(), 1)
-        self.signs = np.array([from_word(w, c.size) for w in table_words(c.patterns, c.size)])
+        self.signs = table_signs(c.patterns, c.size)
         read = c.read
         self.shift = c.in_bits if c.form == "binary16" else max(0, read.scaled_bits - c.score_bits - 6)
 
@@ -127,17 +126,14 @@ class AxelramBench(Bench):
         for row in rows:
             data, fields = row.data["x"].reshape(-1, c.size), row.row
             signs = self.signs[fields["pattern"][0]]
-            if len(data) > 1:
-                # In order: of several writes to one address the last one stays.
-                for a, x, e in zip(fields["address"][:-1], data[:-1], fields["exponent"][:-1], strict=True):
-                    macro.write(a, x, signs, e)
+            macro.write(fields["address"][:-1], data[:-1], signs, fields["exponent"][:-1])
             score = macro.read(data[-1], int(fields["address"][-1]), signs, fields["shift"][-1])
             last = np.arange(len(score)) == len(score) - 1
             found.append(Row({"score": score}, {"last": last.astype(np.int64)}))
         return found
 
     def table(self) -> list[tuple[int, int]]:
-        return [(k, word(s)) for k, s in enumerate(self.signs)]
+        return list(enumerate(beat_words(self.signs, self.config.size)))
 
 
 BENCH = AxelramBench

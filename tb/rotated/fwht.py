@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from golden.fixedpoint import bounds
 from golden.rotated.fwht import FwhtConfig, fwht, hadamard
 from tb.bench import Bench, Case, Generator
 from tb.packing import Row
@@ -22,7 +23,7 @@ class FwhtBench(Bench):
     def directed(self) -> list[Case]:
         size, bits = self.config.size, self.config.in_bits
         cases = [Case(name, [self.row(x) for x in group]) for name, group in corners(size, bits).items()]
-        low, high = -(1 << (bits - 1)), (1 << (bits - 1)) - 1
+        low, high = bounds(bits)
         basis = hadamard(size).product(np.eye(size, dtype=np.int64))[:: max(1, size // 16)]
         # Every other element of y is 0, and this one as large as it can be.
         cases.append(Case("rows of H at full scale", [self.row(np.where(h > 0, high, low)) for h in basis]))

@@ -10,11 +10,10 @@ import numpy as np
 from golden.fixedpoint import Int, bounds
 from golden.float16 import from_integer
 from golden.rotated.read_path import ReadPathConfig, centroids_of, read_path
-from golden.rotated.signs import from_word, word
 from golden.rotated.write_path import WritePathConfig, write_path
 from tb.bench import Bench, Case, Generator
 from tb.packing import Packer, Row
-from tb.rotated.signs import table_words
+from tb.rotated.signs import beat_words, table_signs
 from tb.rotated.vectors import corners, filling, heads, random_vector, random_vectors
 
 
@@ -27,7 +26,7 @@ class ReadPathBench(Bench):
         super().__init__(entry, config)
         c = self.config
         self.output = Packer(self.unit.o.payload.shape(), 1)
-        self.signs = np.array([from_word(w, c.size) for w in table_words(c.patterns, c.size)])
+        self.signs = table_signs(c.patterns, c.size)
         if c.codebook == "programmable":
             top = (1 << c.centroid_bits) - 1
             self.centroids = np.linspace(top / (2 * c.half), top, c.half).astype(np.int64)
@@ -144,7 +143,7 @@ class ReadPathBench(Bench):
         return found
 
     def table(self) -> list[tuple[int, int]]:
-        words = [word(s) for s in self.signs]
+        words = beat_words(self.signs, self.config.size)
         if self.config.codebook == "programmable":
             words += [int(c) for c in self.centroids]
         return list(enumerate(words))

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from golden.rotated.signs import SignsConfig, layer_seed, pattern, signs, word
+from golden.fixedpoint import Int
+from golden.rotated.signs import SignsConfig, from_word, layer_seed, pattern, signs, word
 from tb.bench import Bench, Case, Generator
 from tb.packing import Row
 from tb.rotated.vectors import corners, filling, heads, random_vector, random_vectors
@@ -18,6 +19,16 @@ def table_words(patterns: int, size: int) -> list[int]:
     full = (1 << size) - 1
     fixed = [full, 0, full // 3]
     return [*fixed, *(word(pattern(layer_seed(7, k), size)) for k in range(patterns))][:patterns]
+
+
+def table_signs(patterns: int, size: int) -> Int:
+    """The same as signs (patterns, size)."""
+    return np.array([from_word(w, size) for w in table_words(patterns, size)])
+
+
+def beat_words(signs: Int, lanes: int) -> list[int]:
+    """Signs (patterns, size) as words of ``lanes`` bits, a pattern's first beat first: bit k is set for +1."""
+    return [word(part) for part in signs.reshape(-1, lanes)]
 
 
 class SignsBench(Bench):

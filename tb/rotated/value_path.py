@@ -9,12 +9,11 @@ import numpy as np
 
 from golden.fixedpoint import Int
 from golden.float16 import from_integer, parts
-from golden.rotated.signs import from_word
 from golden.rotated.value_path import ValuePathConfig, value_path
 from golden.rotated.write_path import WritePathConfig, write_path
 from tb.bench import Bench, Case, Generator
 from tb.packing import Packer, Row
-from tb.rotated.signs import table_words
+from tb.rotated.signs import beat_words, table_signs
 from tb.rotated.vectors import filling, heads
 
 ONE = 1 << 16
@@ -29,7 +28,7 @@ class ValuePathBench(Bench):
         super().__init__(entry, config)
         c = self.config
         self.output = Packer(self.unit.o.payload.shape(), c.drain_lanes)
-        self.signs = np.array([from_word(w, c.size) for w in table_words(c.patterns, c.size)])
+        self.signs = table_signs(c.patterns, c.size)
 
     def row(self, index: Any, norm: Any, p: Any, k: int = 0, top: int | None = None) -> Row:
         """By default top is what it has to be."""
@@ -132,10 +131,7 @@ class ValuePathBench(Bench):
         return found
 
     def table(self) -> list[tuple[int, int]]:
-        """Patterns in beats: bit k of a word is set for +1."""
-        lanes = self.config.drain_lanes
-        words = (self.signs.reshape(-1, lanes) > 0).astype(object) @ [1 << k for k in range(lanes)]
-        return list(enumerate(words.tolist()))
+        return list(enumerate(beat_words(self.signs, self.config.drain_lanes)))
 
 
 BENCH = ValuePathBench

@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 
 from golden.fixedpoint import bounds
-from golden.rotated.signs import from_word
 from golden.rotated.write_path import WritePathConfig, write_path
 from tb.bench import Bench, Case, Generator
 from tb.packing import Row
-from tb.rotated.signs import table_words
+from tb.rotated.signs import beat_words, table_signs
 from tb.rotated.vectors import corners, filling, heads, random_vector, random_vectors
 
 
@@ -21,8 +20,7 @@ class WritePathBench(Bench):
 
     def __init__(self, entry: Any, config: Any) -> None:
         super().__init__(entry, config)
-        words = table_words(self.config.patterns, self.config.size)
-        self.signs = np.array([from_word(w, self.config.size) for w in words])
+        self.signs = table_signs(self.config.patterns, self.config.size)
 
     def row(self, x: Any, k: int = 0, exponent: int = 0) -> Row:
         return Row({"x": np.asarray(x, np.int64)}, {"pattern": k % self.config.patterns, "exponent": exponent})
@@ -95,11 +93,7 @@ class WritePathBench(Bench):
         return [Row({"index": i}, {"norm": int(n)}) for i, n in zip(index, norm, strict=True)]
 
     def table(self) -> list[tuple[int, int]]:
-        """Patterns in beats: bit k of a word is set for +1."""
-        words = (self.signs.reshape(-1, self.config.lanes) > 0).astype(object) @ [
-            1 << k for k in range(self.config.lanes)
-        ]
-        return list(enumerate(words.tolist()))
+        return list(enumerate(beat_words(self.signs, self.config.lanes)))
 
 
 BENCH = WritePathBench
