@@ -182,7 +182,8 @@ def matmul(a: ArrayLike, b: ArrayLike) -> Int:
     if bound >= EXACT_FLOAT64:
         bound = largest(np.abs(as_int("matmul", left)).sum(axis=-1)) * largest(right)
     kind = _exact(bound)
-    return (left.astype(kind) @ right.astype(kind)).astype(np.int64)
+    # Strides that BLAS cannot take would send the product through a loop many times slower.
+    return (left.astype(kind, order="C") @ right.astype(kind)).astype(np.int64)
 
 
 class Stationary:

@@ -20,6 +20,7 @@ from golden.commandline import run
 from golden.llm.checkpoint import REFERENCE, load
 from golden.llm.evaluate import clustered, evaluate
 from golden.llm.generate import agreement
+from golden.llm.kvcache import DenseCache
 from golden.llm.perplexity import _print as report
 from golden.llm.perplexity import _row
 from golden.llm.pipelines import PIPELINES, Workshop
@@ -178,7 +179,7 @@ def stories(shared: Path) -> tuple[Workshop, list[list[int]]]:
 def test_the_papers_order_on_stories(stories: tuple[Workshop, list[list[int]]]) -> None:
     """Each step of the ablation buys what the paper says, naive integers diverge, and ours beats the paper's form."""
     shop, rows = stories
-    models = {name: pipeline.build(shop, "dense") for name, pipeline in PIPELINES.items()}
+    models = {name: pipeline.build(shop, DenseCache) for name, pipeline in PIPELINES.items()}
     scores = evaluate(models, rows, models["float"])
     kl = {name: score.kl_mnat or 0.0 for name, score in scores.items()}
     assert kl["w8a8"] > kl["smoothquant"] > kl["smoothquant-group-static"] > 3 * kl["smoothquant-group"]
@@ -394,7 +395,7 @@ def test_every_pipeline_scores_like_it_generates() -> None:
     shop = Workshop(checkpoint, rows, group=16)
     prompt = rows[0][:10]
     for name, pipeline in PIPELINES.items():
-        model = pipeline.build(shop, "dense")
+        model = pipeline.build(shop, DenseCache)
         q = log_softmax(np.asarray(model.forward(prompt), np.float64) * model.logit_scale)
         assert list(generate(model, prompt, 1)) == [int(q[-1].argmax())], name
 

@@ -40,6 +40,7 @@ from golden.llm.linear import (
 from golden.llm.prepare import hadamard, quantize, rotate_layer, rotation_block, smooth_layer
 from golden.llm.quantized import Quantized
 from golden.llm.reference import Decoder, log_softmax
+from golden.llm.rotated import RotatedCache, RotatedConfig
 from golden.llm.variants import (
     FloatUnits,
     NaiveInt32Units,
@@ -361,6 +362,8 @@ CACHES = {
     "flash": partial(NarrowCache, bits=5, windows=Windows(recent=8, update=4)),
     "sinks": partial(NarrowCache, bits=4, windows=Windows(sinks=3, recent=5)),
     "all": partial(NarrowCache, bits=6, windows=Windows()),
+    "rotated": RotatedCache,
+    "rotated window": partial(RotatedCache, config=RotatedConfig(5, 2, sinks=2, recent=6, update=3)),
 }
 
 

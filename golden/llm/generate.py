@@ -8,9 +8,9 @@ from pathlib import Path
 
 import click
 
+from golden.llm.caches import Cache, kv_options
 from golden.llm.checkpoint import load
 from golden.llm.config import ModelConfig
-from golden.llm.kvcache import SCHEMES as KV_SCHEMES
 from golden.llm.options import ANY, checkpoint_options
 from golden.llm.pipelines import (
     PIPELINES,
@@ -37,7 +37,7 @@ from golden.llm.tokenizer import Tokenizer, stream_text
     type=click.Choice(list(PIPELINES)),
     help="Arithmetic to use.  [default: float, and of a quantized file integer]",
 )
-@click.option("--kv", type=click.Choice(list(KV_SCHEMES)), default="dense", show_default=True, help="Key/value cache.")
+@kv_options
 @click.option(
     "--calibration",
     type=click.Path(path_type=Path),
@@ -58,7 +58,7 @@ def generate_command(
     temperature: float | None,
     seed: int,
     pipeline: str | None,
-    kv: str,
+    kv: Cache,
     calibration: Path | None,
     compare: bool,
     beside: bool,
@@ -72,7 +72,7 @@ def generate_command(
     if beside and temperature:
         raise ValueError("--beside needs --greedy: drawn texts differ anyway")
     name = pipeline or ("integer" if is_quantized(checkpoint) else "float")
-    check_kv(name, kv)
+    check_kv(name, kv.name)
     if name == "float" and calibration is not None:
         raise ValueError("--calibration needs a pipeline other than float")
     model: LanguageModel
@@ -81,7 +81,7 @@ def generate_command(
         if beside or calibration is not None:
             option = "--beside" if beside else "--calibration"
             raise ValueError(f"{option} needs a float checkpoint, not a quantized one")
-        model = open_quantized(checkpoint, name, kv)
+        model = open_quantized(checkpoint, name, kv.build)
         words = tokenizer_for(checkpoint, tokenizer)
         check_vocabulary(words, model.config)
         ids = words.encode(prompt)
@@ -92,7 +92,7 @@ def generate_command(
         reference, ids = Decoder(loaded), words.encode(prompt)
         generate(reference, ids, tokens, temperature or 0.0, seed)  # refuses a bad request before any work is done
         rows = [] if name == "float" else calibration_rows(reference, words, calibration)
-        model = PIPELINES[name].build(Workshop(loaded, rows, progress=True), kv)
+        model = PIPELINES[name].build(Workshop(loaded, rows, progress=True), kv.build)
     made, rate = _stream(model, words, ids, tokens, temperature or 0.0, seed)
     click.echo(f"{len(made)} tokens, {rate:.1f} token/s", err=True)
     if len(made) < tokens:

@@ -10,7 +10,8 @@ Source: *LLM Inference in a Flash* section 3.1; what differs from it, and what t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from copy import copy
 from itertools import accumulate
 from typing import Any
 
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from golden.fixedpoint import Int, round_shift, saturating_shift
 from golden.llm.config import ModelConfig
 from golden.llm.formats import Units
-from golden.llm.kvcache import DenseCache, Heads, KVCache, Logits, Tap, no_tap
+from golden.llm.kvcache import CacheFactory, DenseCache, Heads, KVCache, Logits, Tap, no_tap
 from golden.llm.linear import RESIDENT_WEIGHTS, LinearWeights, align, join, project
 from golden.llm.quantized import Gain, Quantized, score_constant
 from golden.nonlinear.requantize import RequantizeConfig, Requantized, requantize
@@ -162,7 +163,7 @@ class IntegerDecoder:
         self,
         model: Quantized,
         units: type[IntegerUnits] = IntegerUnits,
-        cache: Callable[[Units, int], KVCache] = DenseCache,
+        cache: CacheFactory = DenseCache,
     ):
         self.config: ModelConfig = model.config
         self.model = model
@@ -172,6 +173,12 @@ class IntegerDecoder:
         # Matrices that read the same rows as one, and where each but the last ends; by the first of them.
         self._joined: dict[int, tuple[LinearWeights, list[int]]] = {}
         self._constants = [score_constant(model, i, self.operators.base2) for i in range(model.config.layers)]
+
+    def with_cache(self, cache: CacheFactory) -> IntegerDecoder:
+        """The same decoder with another kind of cache; the two share their weights, and are not to run at once."""
+        other = copy(self)
+        other._cache = cache
+        return other
 
     def new_cache(self, capacity: int | None = None) -> KVCache:
         """An empty cache for ``capacity`` positions, by default the model's longest sequence."""

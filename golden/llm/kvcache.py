@@ -53,6 +53,13 @@ class Heads(NamedTuple):
     e: Int
 
 
+class Queries(NamedTuple):
+    """Queries as a scheme may want them: as they came, and as they meet dense keys, where there are any."""
+
+    heads: Heads
+    codes: Codes | None
+
+
 class Codes(NamedTuple):
     """Requantized heads: q (tokens, heads, head_dim), e and c (tokens, heads): ``x ~ q * c * 2**e``."""
 
@@ -74,6 +81,11 @@ class Windows(UnitConfig):
         if self.update > max(self.recent, 1):
             limit = max(self.recent, 1)
             raise ValueError(f"update must lie in 1..{limit} with recent = {self.recent}, not {self.update}")
+
+    @property
+    def dense(self) -> bool:
+        """Whether any token is ever seen dense."""
+        return bool(self.sinks or self.recent)
 
     def compressed(self, tokens: int | Int) -> Int:
         """How many tokens after the sinks are compressed once ``tokens`` are in the cache."""
@@ -165,6 +177,10 @@ class KVCache(Protocol):
         """What has been written so far, a token's move from the window to the scheme included."""
 
 
+#: Builds an empty cache of a model's units for so many positions.
+CacheFactory = Callable[[Units, int], KVCache]
+
+
 class Store:
     """Keys and values as integers, with one scale c * 2**e per token and head, of all layers."""
 
@@ -252,6 +268,8 @@ class DenseCache:
     """Everything dense, in the formats' widths. Base of the schemes that compress what leaves the window."""
 
     windows: Windows | None = None
+    #: Whether the scores against compressed keys take queries in the dense format too.
+    reads_codes = True
 
     def __init__(self, units: Units, capacity: int):
         self.units, self.capacity, self.length = units, capacity, 0
@@ -264,12 +282,13 @@ class DenseCache:
         """Compress the dense tokens of these positions."""
         raise NotImplementedError
 
-    def _old_scores(self, layer: int, query: Codes, constant: tuple[int, int], seen: int) -> Logits:
+    def _old_scores(self, layer: int, query: Queries, constant: tuple[int, int], seen: int) -> Logits:
         """Logits (heads, T, seen) against what is compressed; anything elsewhere."""
         raise NotImplementedError
 
     def _old_context(self, layer: int, p: Int, seen: int, old: NDArray[np.bool_]) -> Int:
-        """Context, wide (T, heads, head_dim), of what each query sees compressed (old, (T, seen)); p is 0 elsewhere."""
+        """Context, wide (T, heads, head_dim), of what each query sees compressed (old (T, seen), its own future and
+        what lies outside the model's window left out); p (heads, T, seen) is 0 elsewhere."""
         raise NotImplementedError
 
     @property
@@ -323,8 +342,8 @@ class DenseCache:
         self, layer: int, queries: Heads, constant: tuple[int, int], window: int | None, softmax: Probabilities
     ) -> Int:
         m, count = self.units.model, len(queries.x)
-        q, e, c = self._enter(layer, "query", self.units.query, self._turn(layer, "query", queries.x))
-        e = e + queries.e
+        dense = self.reads_codes or self.windows is None or self.windows.dense
+        codes = self._query_codes(layer, queries) if dense else None
         context = np.empty((count, m.heads, m.head_dim), np.int64)
         step = max(1, BLOCK_SCORES // (m.heads * (self.length + count)))
         for first in range(0, count, step):
@@ -332,19 +351,30 @@ class DenseCache:
             seen = self.length + rows.stop  # keys up to the block's last query
             position, key = np.arange(self.length + first, seen)[:, None], np.arange(seen)
             keep = key <= position if window is None else (key <= position) & (key > position - window)
-            query = Codes(q[rows], e[rows], c[rows])
-            scores: Logits = self.dense.scores(layer, query, constant, seen)
+            part = None if codes is None else Codes(*(x[rows] for x in codes))
             old = None if self.windows is None else self.windows.old(position, key)
-            if old is None or not old.any():
+            scores: Logits | None = None if part is None else self.dense.scores(layer, part, constant, seen)
+            if scores is not None and (old is None or not old.any()):
                 context[rows] = self.dense.context(layer, softmax(scores, keep), seen)
                 continue
-            p = softmax(Mixed(old, self._old_scores(layer, query, constant, seen), scores), keep)
+            query = Queries(Heads(*(x[rows] for x in queries)), part)
+            found = self._old_scores(layer, query, constant, seen)
+            assert old is not None
+            if scores is None:
+                context[rows] = self._old_context(layer, softmax(found, keep), seen, old & keep)
+                continue
+            p = softmax(Mixed(old, found, scores), keep)
             parts = (
                 self.dense.context(layer, np.where(old, 0, p), seen),
-                self._old_context(layer, np.where(old, p, 0), seen, old),
+                self._old_context(layer, np.where(old, p, 0), seen, old & keep),
             )
             context[rows] = saturate(parts[0] + parts[1], 32)
         return context
+
+    def _query_codes(self, layer: int, queries: Heads) -> Codes:
+        """Queries as they meet dense keys."""
+        q, e, c = self._enter(layer, "query", self.units.query, self._turn(layer, "query", queries.x))
+        return Codes(q, e + queries.e, c)
 
 
 class NarrowCache(DenseCache):
@@ -367,8 +397,9 @@ class NarrowCache(DenseCache):
             narrow.append(Codes(found.q, found.e + codes.e, found.c))
         self.old.put(layer, first, *narrow)
 
-    def _old_scores(self, layer: int, query: Codes, constant: tuple[int, int], seen: int) -> Logits:
-        return self.old.scores(layer, query, constant, seen)
+    def _old_scores(self, layer: int, query: Queries, constant: tuple[int, int], seen: int) -> Logits:
+        assert query.codes is not None
+        return self.old.scores(layer, query.codes, constant, seen)
 
     def _old_context(self, layer: int, p: Int, seen: int, old: NDArray[np.bool_]) -> Int:
         return self.old.context(layer, p, seen, old)
@@ -376,7 +407,3 @@ class NarrowCache(DenseCache):
     @property
     def _old_token_bits(self) -> int:
         return self.old.token_bits
-
-
-SCHEMES: dict[str, Callable[[Units, int], KVCache]] = {"dense": DenseCache, "int4": NarrowCache}
-"""The cache schemes by the name that ``--kv`` takes."""

@@ -13,12 +13,13 @@ from typing import Any
 import click
 
 from golden.commandline import show
+from golden.llm.caches import Cache, kv_options
 from golden.llm.calibrate import PREPARATIONS, calibrate
 from golden.llm.checkpoint import load
 from golden.llm.config import ModelConfig
 from golden.llm.evaluate import Score, evaluate
 from golden.llm.integer import IntegerDecoder
-from golden.llm.kvcache import SCHEMES as KV_SCHEMES
+from golden.llm.kvcache import DenseCache
 from golden.llm.options import ANY, FLOAT, checkpoint_options, text_option
 from golden.llm.pipelines import (
     PAPER_FLOAT,
@@ -172,13 +173,13 @@ def _print(rows: list[dict[str, Any]], as_json: bool, title: str) -> None:
 @click.option(
     "--pipeline", type=click.Choice(list(PIPELINES)), default="integer", show_default=True, help="Arithmetic to use."
 )
-@click.option("--kv", type=click.Choice(list(KV_SCHEMES)), default="dense", show_default=True, help="Key/value cache.")
+@kv_options
 @click.option("--reference", type=click.Path(path_type=Path), help="Float checkpoint that a quantized file came from.")
-def perplexity_command(request: Request, as_json: bool, pipeline: str, kv: str, reference: Path | None) -> None:
+def perplexity_command(request: Request, as_json: bool, pipeline: str, kv: Cache, reference: Path | None) -> None:
     """Score one pipeline on a text, beside the float model.
 
     A quantized file (of ``calibrate``) is compared only with the float checkpoint named by --reference."""
-    check_kv(pipeline, kv)
+    check_kv(pipeline, kv.name)
     if pipeline == "float" and request.calibration is not None:
         raise ValueError("--calibration needs a pipeline other than float")
     model: LanguageModel
@@ -187,7 +188,7 @@ def perplexity_command(request: Request, as_json: bool, pipeline: str, kv: str, 
         if request.calibration is not None or request.group is not None:
             option = "--group" if request.calibration is None else "--calibration"
             raise ValueError(f"{option} needs a float checkpoint, not a quantized one")
-        quantized = open_quantized(request.checkpoint, pipeline, kv)
+        quantized = open_quantized(request.checkpoint, pipeline, kv.build)
         if reference is not None:
             source = load(reference)
             if source.sha256() != quantized.model.provenance.get("source_sha256"):
@@ -199,10 +200,10 @@ def perplexity_command(request: Request, as_json: bool, pipeline: str, kv: str, 
             raise ValueError("--reference belongs to a quantized checkpoint; a float one is its own reference")
         loaded = load(request.checkpoint)
         scored, rows = request.rows(loaded.config, pipeline != "float")
-        model = PIPELINES[pipeline].build(Workshop(loaded, rows, request.group, progress=True), kv)
+        model = PIPELINES[pipeline].build(Workshop(loaded, rows, request.group, progress=True), kv.build)
         base = Decoder(loaded)
     score = evaluate({pipeline: model}, scored, base, progress=True)[pipeline]
-    _print([_row(pipeline, kv, score)], as_json, "")
+    _print([_row(pipeline, kv.name, score)], as_json, "")
 
 
 @click.command("ablate")
@@ -226,7 +227,7 @@ def ablate_command(request: Request, as_json: bool, pipelines: str | None, forma
     if formats:
         _print(_study(shop, scored), as_json, f"{title}, one format changed at a time")
         return
-    models = {name: PIPELINES[name].build(shop, "dense") for name in wanted}
+    models = {name: PIPELINES[name].build(shop, DenseCache) for name in wanted}
     table = []
     for name, score in evaluate(models, scored, Decoder(loaded), progress=True).items():
         paper = PIPELINES[name].paper

@@ -13,7 +13,7 @@ from golden.llm.calibrate import PREPARATIONS, calibrate
 from golden.llm.checkpoint import Checkpoint
 from golden.llm.formats import SCHEMES, Formats
 from golden.llm.integer import IntegerDecoder, IntegerUnits
-from golden.llm.kvcache import SCHEMES as KV_SCHEMES
+from golden.llm.kvcache import CacheFactory
 from golden.llm.quantized import Quantized
 from golden.llm.reference import Decoder, LanguageModel
 from golden.llm.tokenizer import Tokenizer, find_tokenizer, load_tokenizer, unpack
@@ -73,17 +73,17 @@ class Pipeline:
     """A pipeline: how to build it, whether it takes a key/value scheme, and the paper's perplexity of such a row."""
 
     description: str
-    build: Callable[[Workshop, str], LanguageModel]
+    build: Callable[[Workshop, CacheFactory], LanguageModel]
     paper: float | None = None
     kv: bool = False
 
 
-def _float(shop: Workshop, kv: str) -> LanguageModel:
+def _float(shop: Workshop, kv: CacheFactory) -> LanguageModel:
     return Decoder(shop.checkpoint)
 
 
-def _w8a8(smooth: bool, group: bool, static: bool) -> Callable[[Workshop, str], LanguageModel]:
-    def build(shop: Workshop, kv: str) -> LanguageModel:
+def _w8a8(smooth: bool, group: bool, static: bool) -> Callable[[Workshop, CacheFactory], LanguageModel]:
+    def build(shop: Workshop, kv: CacheFactory) -> LanguageModel:
         checkpoint, channels = shop.smoothed if smooth else shop.plain
         size = shop.formats("paper").group if group else None
         return W8A8Decoder(checkpoint, channels if static else None, size)
@@ -91,9 +91,11 @@ def _w8a8(smooth: bool, group: bool, static: bool) -> Callable[[Workshop, str], 
     return build
 
 
-def _integer(scheme: str, units: type[IntegerUnits] = IntegerUnits) -> Callable[[Workshop, str], LanguageModel]:
-    def build(shop: Workshop, kv: str) -> LanguageModel:
-        return IntegerDecoder(shop.quantized(scheme), units, KV_SCHEMES[kv])
+def _integer(
+    scheme: str, units: type[IntegerUnits] = IntegerUnits
+) -> Callable[[Workshop, CacheFactory], LanguageModel]:
+    def build(shop: Workshop, kv: CacheFactory) -> LanguageModel:
+        return IntegerDecoder(shop.quantized(scheme), units, kv)
 
     return build
 
@@ -141,7 +143,7 @@ def tokenizer_for(checkpoint: Path, tokenizer: Path | None) -> Tokenizer:
         raise ValueError(f"{checkpoint}: {problem}") from None
 
 
-def open_quantized(path: Path, pipeline: str, kv: str) -> IntegerDecoder:
+def open_quantized(path: Path, pipeline: str, kv: CacheFactory) -> IntegerDecoder:
     """The pipeline of a quantized file. Only those that a file holds all of can run."""
     units = {"integer": IntegerUnits, "paper": PaperUnits}
     if pipeline not in units:
@@ -150,7 +152,7 @@ def open_quantized(path: Path, pipeline: str, kv: str) -> IntegerDecoder:
     if (pipeline == "paper") != (model.formats.root == "newton"):
         scheme = "paper" if model.formats.root == "newton" else "integer"
         raise ValueError(f"{path}: prepared for the pipeline {scheme}, not for {pipeline}")
-    return IntegerDecoder(model, units[pipeline], KV_SCHEMES[kv])
+    return IntegerDecoder(model, units[pipeline], kv)
 
 
 def check_kv(pipeline: str, kv: str) -> None:
