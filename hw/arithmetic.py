@@ -108,6 +108,11 @@ def add_or_subtract(a: Value, b: Value, subtract: Value) -> Value:
     return total[1 : len(a) + 2].as_signed()
 
 
+def equals(x: Value, number: int) -> Value:
+    """``x == number``, without the comparison with 0 that Verilog linters object to on words."""
+    return x == number if number else ~x.any()
+
+
 def magnitude(x: Value) -> Value:
     """Absolute value of a signed word, unsigned and of the same width (the smallest value becomes 2**(n-1))."""
     x = Value.cast(x)

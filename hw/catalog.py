@@ -21,6 +21,13 @@ from golden.nonlinear import rmsnorm as golden_rmsnorm
 from golden.nonlinear import rope as golden_rope
 from golden.nonlinear import silu as golden_silu
 from golden.nonlinear import softmax as golden_softmax
+from golden.rotated import axelram as golden_axelram
+from golden.rotated import fwht as golden_fwht
+from golden.rotated import lloyd_max as golden_lloyd_max
+from golden.rotated import read_path as golden_read_path
+from golden.rotated import signs as golden_signs
+from golden.rotated import value_path as golden_value_path
+from golden.rotated import write_path as golden_write_path
 from hw.nonlinear import exp as hw_exp
 from hw.nonlinear import isqrt as hw_isqrt
 from hw.nonlinear import requantize as hw_requantize
@@ -29,6 +36,13 @@ from hw.nonlinear import rmsnorm as hw_rmsnorm
 from hw.nonlinear import rope as hw_rope
 from hw.nonlinear import silu as hw_silu
 from hw.nonlinear import softmax as hw_softmax
+from hw.rotated import axelram as hw_axelram
+from hw.rotated import fwht as hw_fwht
+from hw.rotated import lloyd_max as hw_lloyd_max
+from hw.rotated import read_path as hw_read_path
+from hw.rotated import signs as hw_signs
+from hw.rotated import value_path as hw_value_path
+from hw.rotated import write_path as hw_write_path
 from hw.unit import Unit
 
 
@@ -100,7 +114,7 @@ class Entry:
 
 
 #: Largest values of these fields in random configurations.
-_SAMPLED = {"lanes": 5, "size": 32, "patterns": 9}
+_SAMPLED = {"lanes": 5, "size": 8, "bits": 4, "build_lanes": 4, "drain_lanes": 4, "patterns": 9, "capacity": 50}
 
 #: What the golden integer pipeline calls for: the `pipeline` configurations are these, not copies of them.
 _PIPELINE = SCHEMES["integer"].units(
@@ -325,6 +339,116 @@ _ENTRIES = [
             "theta500000_llama3": golden_rope.RopeConfig(frozen=True, theta=500_000, scaling="llama3"),
             "lane": golden_rope.RopeConfig(lanes=1),
             "pipeline": _PIPELINE.rope,
+        },
+    ),
+    Entry(
+        name="fwht",
+        family="rotated",
+        component=hw_fwht.Fwht,
+        golden=golden_fwht.fwht,
+        configurations={
+            "small": golden_fwht.FwhtConfig(size=8, in_bits=7),
+            "small_folded": golden_fwht.FwhtConfig(size=16, in_bits=5, form="folded", butterflies=2),
+            "paper": golden_fwht.FwhtConfig(),
+            "paper_folded": golden_fwht.FwhtConfig(form="folded", butterflies=64),
+            "pipeline": _PIPELINE.fwht,
+            "pipeline_product": _PIPELINE.product_fwht,
+            "peer64": golden_fwht.FwhtConfig(size=64, in_bits=8, stages_per_cycle=6),
+            "registered64": golden_fwht.FwhtConfig(size=64, in_bits=8),
+            "peer128": golden_fwht.FwhtConfig(in_bits=8),
+            "folded128": golden_fwht.FwhtConfig(in_bits=8, form="folded", butterflies=64),
+        },
+        peers={
+            "peer64": ("parallel, from formula, 64 points of 8 bit", 17060),
+            "registered64": ("parallel, from formula, 64 points of 8 bit", 17060),
+            "peer128": ("parallel, from formula, 128 points of 8 bit", 41553),
+            "folded128": ("parallel, from formula, 128 points of 8 bit", 41553),
+        },
+    ),
+    Entry(
+        name="signs",
+        family="rotated",
+        component=hw_signs.Signs,
+        golden=golden_signs.signs,
+        configurations={
+            "small": golden_signs.SignsConfig(size=8, in_bits=5, patterns=5),
+            "paper": golden_signs.SignsConfig(),
+            "paper_seeded": golden_signs.SignsConfig(form="seeded"),
+        },
+    ),
+    Entry(
+        name="lloyd_max",
+        family="rotated",
+        component=hw_lloyd_max.LloydMax,
+        golden=golden_lloyd_max.quantize,
+        configurations={
+            "small": golden_lloyd_max.LloydMaxConfig(lanes=3, in_bits=9, norm_bits=6),
+            "small_programmable": golden_lloyd_max.LloydMaxConfig(lanes=3, in_bits=7, form="programmable"),
+            "paper": golden_lloyd_max.LloydMaxConfig(lanes=128),
+            "paper_2bit": golden_lloyd_max.LloydMaxConfig(lanes=128, bits=2),
+            "paper_4bit": golden_lloyd_max.LloydMaxConfig(lanes=128, bits=4),
+            "lane_frozen": golden_lloyd_max.LloydMaxConfig(lanes=1, bits=4, in_bits=16, form="frozen", ties="upper"),
+            "lane_frozen_lower": golden_lloyd_max.LloydMaxConfig(lanes=1, bits=4, in_bits=16, form="frozen"),
+            "lane_programmable": golden_lloyd_max.LloydMaxConfig(
+                lanes=1, bits=4, in_bits=16, form="programmable", ties="upper"
+            ),
+        },
+        peers={
+            "lane_frozen": ("frozen 4-bit lane, from formula", 104),
+            "lane_frozen_lower": ("frozen 4-bit lane, from formula", 104),
+            "lane_programmable": ("FINN thresholding, 4 bit, 16 bit in", 1266),
+        },
+    ),
+    Entry(
+        name="write_path",
+        family="rotated",
+        component=hw_write_path.WritePath,
+        golden=golden_write_path.write_path,
+        configurations={
+            "small": golden_write_path.WritePathConfig(lanes=8, size=8, in_bits=6, patterns=3),
+            "small_folded": golden_write_path.WritePathConfig(lanes=2, size=16, in_bits=7, bits=2, patterns=3),
+            "paper": golden_write_path.WritePathConfig(),
+            "paper_folded": golden_write_path.WritePathConfig(lanes=8),
+        },
+    ),
+    Entry(
+        name="read_path",
+        family="rotated",
+        component=hw_read_path.ReadPath,
+        golden=golden_read_path.read_path,
+        configurations={
+            "small": golden_read_path.ReadPathConfig(
+                size=8, in_bits=6, table_bits=16, score_bits=14, build_lanes=2, patterns=3
+            ),
+            "small_binary16": golden_read_path.ReadPathConfig(
+                size=8, in_bits=6, form="binary16", build_lanes=4, patterns=3
+            ),
+            "paper": golden_read_path.ReadPathConfig(),
+            "paper_binary16": golden_read_path.ReadPathConfig(form="binary16"),
+        },
+    ),
+    Entry(
+        name="value_path",
+        family="rotated",
+        component=hw_value_path.ValuePath,
+        golden=golden_value_path.value_path,
+        configurations={
+            "small": golden_value_path.ValuePathConfig(
+                size=8, weight_bits=12, max_row=50, z_bits=22, fraction_bits=6, out_bits=20, drain_lanes=2, patterns=3
+            ),
+            "paper": golden_value_path.ValuePathConfig(),
+        },
+    ),
+    Entry(
+        name="axelram",
+        family="rotated",
+        component=hw_axelram.Axelram,
+        golden=golden_axelram.axelram,
+        configurations={
+            "small": golden_axelram.AxelramConfig(
+                size=8, in_bits=6, capacity=13, table_bits=16, score_bits=14, build_lanes=2, patterns=3
+            ),
+            "paper": golden_axelram.AxelramConfig(),
         },
     ),
 ]

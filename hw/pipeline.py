@@ -146,7 +146,7 @@ class Spread(Component):
         i, o = self.i, self.o
         row = [Signal(self.shape, name=f"row{k}", reset_less=True) for k in range(self.lanes * self.beats)]
         left = Signal(range(self.beats + 1))
-        m.d.comb += [o.valid.eq(left.any()), i.ready.eq((left == 0) | ((left == 1) & o.ready))]
+        m.d.comb += [o.valid.eq(left.any()), i.ready.eq(~left.any() | ((left == 1) & o.ready))]
         m.d.comb += [o.payload[k].eq(row[k]) for k in range(self.lanes)]
         with m.If(i.valid & i.ready):
             m.d.sync += [a.eq(i.payload[k]) for k, a in enumerate(row)]

@@ -27,8 +27,9 @@ from synth.workspace import build_folder
 WORKERS = 2
 
 #: The routine run (``--all``, ``summary --measure``) places and routes, and maps, what has at most this many generic
-#: gates; larger configurations keep their recorded figures until they are asked for by name.
-ROUTINE_CELLS = {"ecp5": 10_000, "ice40": 10_000, "asic": 60_000}
+#: gates, and ``summary`` counts the gates of no larger ones; these keep their recorded figures until they are asked for
+#: by name.
+ROUTINE_CELLS = {"gates": 60_000, "ecp5": 10_000, "ice40": 10_000, "asic": 60_000}
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,12 @@ def routine(
         gates, _ = measure_all([named_task("gates", *name) for name in names], base)
     small = {(row["unit"], row["configuration"]) for row in gates if row["cells"] <= ROUTINE_CELLS[target]}
     return [name for name in names if name in small]
+
+
+def recorded_small(names: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Those whose gates a routine run counts anew: with at most ``ROUTINE_CELLS`` of record, or none on record."""
+    known = results.read(results.file_of("gates"), missing_ok=True)
+    return [name for name in names if known.get(name, {}).get("cells", 0) <= ROUTINE_CELLS["gates"]]
 
 
 def measure(base: Path, task: Task) -> dict[str, Any]:

@@ -42,6 +42,7 @@ class FwhtConfig(UnitConfig):
     in_bits: int = integer(16, 2, 32, "width of x")
     form: str = choice("parallel", ("parallel", "folded"), "all stages at once, or one after the other")
     butterflies: int = power_of_two(1, 1, 128, "folded: butterflies per cycle, a power of two")
+    stages_per_cycle: int = integer(1, 1, 8, "parallel: stages between registers")
 
     def validate(self) -> None:
         if self.butterflies > self.size // 2:

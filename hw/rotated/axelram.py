@@ -106,7 +106,7 @@ class Axelram(Unit):
         shift = Signal(config.read.shift_bits, reset_less=True)
         final_fetched = Signal(reset_less=True)
         move = ~fetched | lookup.i.ready
-        fetch = sweeping & table.query.ready & (in_flight == 0) & move
+        fetch = sweeping & table.query.ready & ~in_flight.any() & move
         with m.If(query & can_query):
             m.d.sync += [sweeping.eq(1), address.eq(0), final.eq(i.payload.address), shift.eq(i.payload.shift)]
         with m.If(fetch):

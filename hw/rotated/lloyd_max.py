@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from amaranth.hdl import C, Cat, Module, Mux, Signal, Value, signed, unsigned
 
 from golden.rotated.lloyd_max import LloydMaxConfig
+from hw.arithmetic import equals
 from hw.pipeline import Pipeline
 from hw.unit import Unit, row_layout, table_layout
 
@@ -19,12 +20,13 @@ class Threshold(NamedTuple):
     beyond: Value
 
 
-def scale(config: LloydMaxConfig, norm: Value) -> list[Threshold]:
+def scale(m: Module, config: LloydMaxConfig, norm: Value) -> list[Threshold]:
     """The thresholds of a row: one product each. A norm of 0 puts them out of reach."""
-    empty = norm == 0
+    empty = ~norm.any()
     found = []
-    for t in config.positive:
-        product = (norm * C(t, config.factor_bits))[: config.product_bits]
+    for k, t in enumerate(config.positive):
+        product = Signal(config.product_bits, name=f"threshold{k}")
+        m.d.comb += product.eq(norm * C(t, config.factor_bits))
         whole = product[config.fraction_bits :]
         width = max(len(whole), config.in_bits)
         floor = Cat(whole, C(0, width - len(whole))) | empty.replicate(width)
@@ -32,7 +34,7 @@ def scale(config: LloydMaxConfig, norm: Value) -> list[Threshold]:
     return found
 
 
-def lane(y: Value, thresholds: Sequence[Threshold], ties: str) -> Value:
+def lane(m: Module, y: Value, thresholds: Sequence[Threshold], ties: str, name: str) -> Value:
     """Index of one coordinate.
 
     y is folded to a magnitude by its sign alone, without a carry; what that leaves out, and a threshold between two
@@ -40,12 +42,17 @@ def lane(y: Value, thresholds: Sequence[Threshold], ties: str) -> Value:
     """
     upper = ties == "upper"
     # Ties to the upper index: y >= t, or -y > t, which is ~y >= t. To the lower: z = y - 1, and the same of z >= t.
-    z = Value.cast(y) if upper else y - 1
+    z = Value.cast(y)
+    if not upper:
+        below = Signal(signed(len(z) + 1), name=f"{name}_below")
+        m.d.comb += below.eq(y - 1)
+        z = below
     negative = z[-1]
     size = z[:-1] ^ negative.replicate(len(z) - 1)
     exact = negative if upper else ~negative  # the side on which the floor alone decides
-    reached = [Cat(exact | ~t.beyond, size) >= Cat(C(1, 1), t.floor) for t in thresholds]
-    return Cat(_count(reached) ^ negative.replicate(_count_bits(thresholds)), ~negative)
+    reached = Signal(len(thresholds), name=name)
+    m.d.comb += reached.eq(Cat(Cat(exact | ~t.beyond, size) >= Cat(C(1, 1), t.floor) for t in thresholds))
+    return Cat(_count(list(reached)) ^ negative.replicate(_count_bits(thresholds)), ~negative)
 
 
 def _count_bits(thresholds: Sequence[Any]) -> int:
@@ -92,14 +99,14 @@ class LloydMax(Unit):
         pipe = Pipeline(m, advance, i.valid, {"keep": i.payload.keep, "last": i.payload.last})
         y: list[Any] = [i.payload.y[k] for k in range(config.lanes)]
         if config.form == "scaled":
-            found = scale(config, i.payload.norm)
+            found = scale(m, config, i.payload.norm)
             y, floors, beyond = pipe.stage(y, [t.floor for t in found], [t.beyond for t in found])
             thresholds = [Threshold(*pair) for pair in zip(floors, beyond, strict=True)]
         elif config.form == "frozen":
             thresholds = [Threshold(C(t, config.in_bits - 1), C(0, 1)) for t in config.positive]
         else:
             thresholds = [Threshold(t, C(0, 1)) for t in self._table(m)]
-        index = pipe.stage([lane(value, thresholds, config.ties) for value in y])
+        index = pipe.stage([lane(m, v, thresholds, config.ties, f"reached{k}") for k, v in enumerate(y)])
         m.d.comb += [o.valid.eq(pipe.valid), o.payload.keep.eq(pipe["keep"]), o.payload.last.eq(pipe["last"])]
         m.d.comb += [o.payload.index[k].eq(value) for k, value in enumerate(index)]
         return m
@@ -112,6 +119,6 @@ class LloydMax(Unit):
             table = self.table
             m.d.comb += table.ready.eq(1)
             for k, threshold in enumerate(found):
-                with m.If(table.valid & (table.payload.address == k)):
+                with m.If(table.valid & equals(table.payload.address, k)):
                     m.d.sync += threshold.eq(table.payload.data)
         return found

@@ -8,7 +8,7 @@ from amaranth.hdl import C, Cat, Module, Mux, Signal, Value, signed, unsigned
 
 from golden.rotated.value_path import PROBABILITY_BITS, PRODUCT_BITS, ValuePathConfig
 from hw import float16
-from hw.arithmetic import add_or_subtract, adder_tree, round_shift, round_shift_by, saturate
+from hw.arithmetic import add_or_subtract, adder_tree, equals, round_shift, round_shift_by, saturate
 from hw.memory import RowMemory
 from hw.nonlinear.requantize import narrow_by
 from hw.pipeline import Collect, Pipeline, Spread
@@ -90,7 +90,7 @@ class ValuePath(Unit):
             following = bins[(k + config.drain_lanes) % config.size]
             for j, word in enumerate(row):
                 with m.If(add):
-                    m.d.sync += word.eq(Mux(which == j, after, Mux(first, 0, word)))
+                    m.d.sync += word.eq(Mux(equals(which, j), after, Mux(first, 0, word)))
                 with m.Elif(shifting):
                     m.d.sync += word.eq(following[j])
         last_top, last_pattern = Signal(5, reset_less=True), Signal(config.pattern_bits, reset_less=True)

@@ -52,7 +52,9 @@ class Norm(Component):
         advance = Signal()
         m.d.comb += [advance.eq(~o.valid | o.ready), i.ready.eq(advance)]
         pipe = Pipeline(m, advance, i.valid, {"exponent": i.payload.exponent})
-        sums = pipe.stage([square(magnitude(i.payload.x[k])[:-1]) for k in range(config.lanes)])
+        sizes = [Signal(config.in_bits - 1, name=f"size{k}") for k in range(config.lanes)]
+        m.d.comb += [size.eq(magnitude(i.payload.x[k])) for k, size in enumerate(sizes)]
+        sums = pipe.stage([square(size) for size in sizes])
         for _ in range(0, self.levels, LEVELS_PER_STAGE):
             step = 1 << LEVELS_PER_STAGE
             sums = pipe.stage([adder_tree(sums[k : k + step]) for k in range(0, len(sums), step)])
@@ -165,7 +167,7 @@ class WritePath(Unit):
         # -- thresholds and stored norm --------------------------------------------------------------------------------
         scaled_ready = Signal()
         m.d.comb += norm.o.ready.eq(scaled_ready)
-        found = scale(config.quantizer, norm.o.payload.norm)
+        found = scale(m, config.quantizer, norm.o.payload.norm)
         stored = float16.from_integer(m, norm.o.payload.norm, norm.o.payload.exponent, "stored")
         scaled = Pipeline(m, scaled_ready, norm.o.valid, name="scaled")
         floors, beyond, half = scaled.stage([t.floor for t in found], [t.beyond for t in found], stored)
@@ -192,7 +194,7 @@ class WritePath(Unit):
             floors, beyond, half = held.stage(floors, beyond, half)
             y, out = spread.o.payload, Pipeline(m, advance, spread.o.valid, name="out")
         thresholds = [Threshold(*pair) for pair in zip(floors, beyond, strict=True)]
-        index, half = out.stage([~lane(y[k], thresholds, "upper") for k in range(config.lanes)], half)
+        index, half = out.stage([~lane(m, y[k], thresholds, "upper", f"reached{k}") for k in range(config.lanes)], half)
         m.d.comb += [o.valid.eq(out.valid), o.payload.norm.eq(half)]
         m.d.comb += [o.payload.index[k].eq(value) for k, value in enumerate(index)]
         return m

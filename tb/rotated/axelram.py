@@ -12,7 +12,10 @@ from golden.rotated.axelram import Axelram, AxelramConfig
 from tb.bench import Bench, Case, Generator
 from tb.packing import Packer, Row
 from tb.rotated.signs import beat_words, table_signs
-from tb.rotated.vectors import corners, filling, heads, random_vector, random_vectors
+from tb.rotated.vectors import corners, decoded, filling, fitted, heads, random_vector, random_vectors
+
+#: What stands in the memory of a macro for heads of this size, and what it is asked: one layer of the reference.
+REFERENCE_SIZE, REFERENCE_LAYER, REFERENCE_QUERIES = 128, 2, 64
 
 
 class AxelramBench(Bench):
@@ -111,14 +114,21 @@ class AxelramBench(Bench):
         return int(unit.read_cycles(writes, int(row.row["address"][-1]) + 1))
 
     def real(self, capture: Mapping[str, Any]) -> list[Row]:
-        """Keys of all layers in one memory, and queries."""
+        """A memory full of one layer's keys, as the golden LLM has them, and 64 queries of the same layer; of smaller
+        heads, captured keys of all layers and some queries."""
         c = self.config
-        keys = [filling(x, c.in_bits) for x in heads(capture, c.size, "key")][: c.capacity]
-        queries = [filling(q, c.in_bits)[0] for q in heads(capture, c.size, "query")][::16]
-        if not keys:
-            return []
-        first = self.row([x for x, _ in keys], queries[0], exponent=np.array([e for _, e in keys]))
-        return [first, *(self.row([], q, len(keys) - 1) for q in queries[1:])]
+        if c.size == REFERENCE_SIZE:
+            found, asked = (fitted(part, c.in_bits) for part in decoded(c.capacity, REFERENCE_LAYER))
+            stored, exponent = found.x[: c.capacity], found.e[: c.capacity] - 16
+            queries = list(asked.x[:: max(1, len(asked.x) // REFERENCE_QUERIES)][:REFERENCE_QUERIES])
+        else:
+            keys = [filling(x, c.in_bits) for x in heads(capture, c.size, "key")][: c.capacity]
+            if not keys:
+                return []
+            stored, exponent = np.array([x for x, _ in keys]), np.array([e for _, e in keys])
+            queries = [filling(q, c.in_bits)[0] for q in heads(capture, c.size, "query")][::16]
+        first = self.row(stored, queries[0], exponent=exponent, shift=0)
+        return [first, *(self.row([], q, len(stored) - 1, shift=0) for q in queries[1:])]
 
     def expected(self, rows: Sequence[Row]) -> list[Row]:
         c, found = self.config, []

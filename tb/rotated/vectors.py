@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from golden.fixedpoint import Int, bounds
+from golden.fixedpoint import Int, bounds, round_shift
+from golden.llm.checkpoint import REFERENCE, load
+from golden.llm.formats import SCHEMES
+from golden.llm.integer import IntegerDecoder
+from golden.llm.kvcache import Heads
+from golden.llm.prepare import quantize
+from golden.llm.rotations import record
+from golden.llm.text import sequences
+from golden.llm.tokenizer import find_tokenizer
+from golden.llm.train import split
 
 
 def corners(size: int, bits: int) -> dict[str, list[Int]]:
@@ -64,3 +74,26 @@ def heads(capture: Mapping[str, Any], size: int, site: str) -> Iterator[NDArray[
     for name, values in capture.items():
         if name.endswith(f"/{site}") and not name.startswith("units/") and values.shape[-1] >= size:
             yield from np.asarray(values, np.float64)[::16, :, :size].reshape(-1, size)
+
+
+@lru_cache
+def decoded(tokens: int, layer: int) -> tuple[Heads, Heads]:
+    """Keys and queries of one layer of the reference checkpoint after the rotary embedding, as the integer pipeline
+    has them while it reads ``tokens`` tokens of the text that the checkpoint was not trained on: x (tokens * heads,
+    head_dim), e (tokens * heads,)."""
+    checkpoint = load(REFERENCE)
+    text = "\n".join(split()[1].values())
+    rows = sequences(find_tokenizer(REFERENCE), text, checkpoint.config.max_positions, tokens)
+    found = record(IntegerDecoder(quantize(checkpoint, SCHEMES["integer"])), rows)[layer]
+    size = checkpoint.config.head_dim
+    keys, queries = (
+        Heads(np.concatenate([h.x.reshape(-1, size) for h in part]), np.concatenate([h.e.ravel() for h in part]))
+        for part in (found.keys, found.queries)
+    )
+    return keys, queries
+
+
+def fitted(heads: Heads, bits: int) -> Heads:
+    """The same in words of ``bits``: the few vectors that need more are rounded to a coarser exponent."""
+    over = np.maximum([int(np.abs(row).max()).bit_length() + 1 - bits for row in heads.x], 0)
+    return Heads(round_shift(heads.x, over[:, None]), heads.e + over)
