@@ -9,6 +9,8 @@ import click
 
 from golden.commandline import atomic_write, check_writable, run, show
 from hw.catalog import UNITS, find
+from hw.operations import KINDS
+from hw.operations import operations as count
 from hw.verilog import core_file, unit_verilog
 
 
@@ -39,6 +41,22 @@ def list_units(as_json: bool) -> None:
     if not as_json:
         rows = [row | {"configurations": ", ".join(row["configurations"])} for row in rows]
     show(rows, as_json, "Units (latency and throughput of the paper configuration)")
+
+
+@main.command()
+@click.argument("units", nargs=-1, required=True)
+@click.option("--config", "configuration", default="paper", help="named configuration (default: paper)")
+@click.option("--set", "settings", multiple=True, metavar="FIELD=VALUE", help="change one field; may be repeated")
+@click.option("--json", "as_json", is_flag=True, help="print a list of objects")
+def operations(units: tuple[str, ...], configuration: str, settings: tuple[str, ...], as_json: bool) -> None:
+    """Count the operators in the elaborated netlist of UNITS, module by module."""
+    rows: list[dict[str, Any]] = []
+    for entry in [find(name) for name in units]:
+        config = entry.configuration(configuration, settings)
+        for name, operators in count(entry.component(config)):
+            if any(operators.values()):
+                rows.append({"unit": entry.name, "module": name} | {kind: operators[kind] for kind in KINDS})
+    show(rows, as_json, "Operators in the elaborated netlist")
 
 
 @main.command()
