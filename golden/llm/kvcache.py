@@ -298,9 +298,7 @@ class DenseCache:
 
     # -- storage -------------------------------------------------------------------------------------------------------
     def append(self, layer: int, keys: Heads, values: Int) -> None:
-        last = self.length + len(values)
-        if last > self.capacity:
-            raise ValueError(f"{last} positions are more than the {self.capacity} there is room for")
+        last = self._room(len(values))
         key = self._enter(layer, "key", self.units.key, self._turn(layer, "key", keys.x))
         value = self._enter(layer, "value", self.units.value, values)
         self.dense.put(layer, self.length, Codes(key.q, key.e + keys.e, key.c), value)
@@ -312,6 +310,13 @@ class DenseCache:
 
     def advance(self, count: int) -> None:
         self.length += count
+
+    def _room(self, count: int) -> int:
+        """Positions with ``count`` more tokens. ValueError if there is no room for them."""
+        last = self.length + count
+        if last > self.capacity:
+            raise ValueError(f"{last} positions are more than the {self.capacity} there is room for")
+        return last
 
     def _turn(self, layer: int, place: str, x: Int) -> Int:
         if not self.units.formats.transform:

@@ -31,7 +31,7 @@ from golden.llm.pipelines import (
     tokenizer_for,
 )
 from golden.llm.reference import Decoder, LanguageModel
-from golden.llm.text import check_vocabulary, read_text, sequences
+from golden.llm.text import check_vocabulary, consumed, read_text, sequences
 
 #: One change at a time to the formats and the preparation of ``integer``.
 CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -78,9 +78,8 @@ class Request:
             return scored, []
         if self.calibration is not None:
             return scored, sequences(words, read_text(self.calibration), length, self.calibration_tokens)
-        used = sum(map(len, scored)) - (len(scored) if words.bos is not None else 0)
         try:
-            return scored, sequences(words, text, length, self.calibration_tokens, skip=used)
+            return scored, sequences(words, text, length, self.calibration_tokens, skip=consumed(words, scored))
         except ValueError as problem:
             raise ValueError(f"{problem}; name a text with --calibration, or score fewer --tokens") from None
 

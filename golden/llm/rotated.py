@@ -39,6 +39,8 @@ from golden.rotated.write_path import WritePathConfig
 
 CENTROID_BITS = 18
 TABLE_BITS = 28
+#: A stored norm counts in units of ``2**NORM_EXPONENT``: 1 on the wide scale.
+NORM_EXPONENT = 16
 
 
 @dataclass(frozen=True)
@@ -218,9 +220,8 @@ class RotatedCache(DenseCache):
     def append(self, layer: int, keys: Heads, values: Int) -> None:
         if self.windows is not None and self.windows.dense:
             super().append(layer, keys, values)
-        last = self.length + len(values)
-        if last > self.capacity:
-            raise ValueError(f"{last} positions are more than the {self.capacity} there is room for")
+        else:
+            self._room(len(values))
         row, e, _ = requantize(self.units.head_row, values)
         assert e is not None
         self._write(layer, "key", self.key_writer, keys, self.keys, self.key_signs[layer])
@@ -232,7 +233,7 @@ class RotatedCache(DenseCache):
     def _write(
         self, layer: int, place: str, config: WritePathConfig, heads: Heads, store: _Vectors, pattern: Int
     ) -> None:
-        exponent = heads.e - 16
+        exponent = heads.e - NORM_EXPONENT
         found = write_path.write_path(config, heads.x, pattern, exponent)
         part = np.s_[layer, :, self.length : self.length + len(heads.x)]
         store.index[part], store.norm[part] = found.indices.swapaxes(0, 1), found.norm.T

@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +41,12 @@ from golden.llm.kvcache import DenseCache, Heads, Probabilities
 from golden.llm.options import FLOAT, checkpoint_options
 from golden.llm.pipelines import PIPELINES, Workshop, tokenizer_for
 from golden.llm.reference import Decoder
-from golden.llm.rotated import Patterns, RotatedCache, RotatedConfig
-from golden.llm.text import check_vocabulary, read_text, sequences
+from golden.llm.rotated import NORM_EXPONENT, Patterns, RotatedCache, RotatedConfig
+from golden.llm.text import check_vocabulary, consumed, read_text, sequences
 from golden.llm.train import split
 from golden.nonlinear.requantize import requantize
 from golden.rotated import lloyd_max
-from golden.rotated.fwht import fwht
+from golden.rotated.fwht import fwht, hadamard
 from golden.rotated.signs import PAPER_SEED, flip, layer_seed, pattern, word
 from golden.rotated.write_path import WritePathConfig
 
@@ -118,17 +118,15 @@ class _Stream:
         self.scale = np.exp2(exponent.astype(np.float64))[:, None]
         self.root = isqrt((self.x * self.x).sum(axis=-1))
         self.norm = np.sqrt((self.x.astype(np.float64) ** 2).sum(axis=-1, keepdims=True))
-        stored = float16.from_integer(self.root, exponent - 16)
+        stored = float16.from_integer(self.root, exponent - NORM_EXPONENT)
         mantissa, biased = float16.parts(stored)
-        self.stored = np.ldexp(mantissa.astype(np.float64), biased - 25 + 16)[:, None]
+        self.stored = np.ldexp(mantissa.astype(np.float64), biased - 25 + NORM_EXPONENT)[:, None]
         positive = np.array(lloyd_max.codebook(config.bits).centroids) * 2.0**-lloyd_max.FRACTION_BITS
         self.codes = np.concatenate((-positive[::-1], positive))
-        order = np.sort(generator.permutation(np.flatnonzero(self.root))[:VECTORS])
-        self.chosen = order
-        k = np.arange(config.size)
-        self.hadamard = 1.0 - 2.0 * (np.bitwise_count(k[:, None] & k) & 1)
+        self.chosen = np.sort(generator.permutation(np.flatnonzero(self.root))[:VECTORS])
+        self.hadamard = hadamard(config.size).product(np.eye(config.size, dtype=np.int64)).astype(np.float64)
 
-    @property
+    @cached_property
     def real(self) -> Real:
         """The vectors as they are, on the wide scale."""
         return self.x * self.scale
@@ -245,9 +243,10 @@ class Search:
         ]
 
     def norms(self, layer: int) -> Real:
-        """Norms of a layer's keys, on the wide scale times 2**16."""
-        keys, _, _ = self.streams(layer, 2, 2)
-        return (keys.norm * keys.scale)[:, 0] * 2.0**-16
+        """Norms of a layer's keys, in the units in which they are stored."""
+        return np.concatenate(
+            [(np.linalg.norm(h.x, axis=-1) * np.exp2(h.e - NORM_EXPONENT)).ravel() for h in self.layers[layer].keys]
+        )
 
 
 # -- the commands ------------------------------------------------------------------------------------------------------
@@ -357,8 +356,7 @@ def study_command(
     length = min(length, loaded.config.max_positions)
     sample = min(256, loaded.config.max_positions)
     scored = sequences(words, source, length, tokens)
-    used = sum(map(len, scored)) - (len(scored) if words.bos is not None else 0)
-    rows = sequences(words, source, sample, samples * sample, skip=used)
+    rows = sequences(words, source, sample, samples * sample, skip=consumed(words, scored))
     model = PIPELINES["integer"].build(Workshop(loaded, rows, progress=True), DenseCache)
     assert isinstance(model, IntegerDecoder)
     study = Study(model, Decoder(loaded), scored, rows, range(1, seeds + 1), candidates)

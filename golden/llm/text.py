@@ -45,6 +45,11 @@ def sequences(words: Tokenizer, text: str, length: int, tokens: int, skip: int =
     return rows
 
 
+def consumed(words: Tokenizer, rows: list[list[int]]) -> int:
+    """Tokens of the text itself in rows of :func:`sequences`: what to ``skip`` to go on after them."""
+    return sum(map(len, rows)) - (len(rows) if words.bos is not None else 0)
+
+
 def check_vocabulary(words: Tokenizer, config: ModelConfig) -> None:
     """Raise ValueError if the tokenizer knows ids that the model does not."""
     if words.vocab > config.vocab:

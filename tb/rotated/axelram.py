@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from golden.fixedpoint import bounds
+from golden.llm.rotated import NORM_EXPONENT
 from golden.rotated.axelram import Axelram, AxelramConfig
 from tb.bench import Bench, Case, Generator
 from tb.packing import Packer, Row
@@ -119,7 +120,7 @@ class AxelramBench(Bench):
         c = self.config
         if c.size == REFERENCE_SIZE:
             found, asked = (fitted(part, c.in_bits) for part in decoded(c.capacity, REFERENCE_LAYER))
-            stored, exponent = found.x[: c.capacity], found.e[: c.capacity] - 16
+            stored, exponent = found.x[: c.capacity], found.e[: c.capacity] - NORM_EXPONENT
             queries = list(asked.x[:: max(1, len(asked.x) // REFERENCE_QUERIES)][:REFERENCE_QUERIES])
         else:
             keys = [filling(x, c.in_bits) for x in heads(capture, c.size, "key")][: c.capacity]
